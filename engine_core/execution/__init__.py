@@ -1,0 +1,1 @@
+"""Doing what a StepPlan says: batches, the model's forward, sampling."""

@@ -1,0 +1,1 @@
+"""The paged KV cache: block pool, prefix index, per-group managers, the request-level manager, storage."""

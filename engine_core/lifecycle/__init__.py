@@ -1,0 +1,1 @@
+"""State machines: one file each, an enum and a transition table; only advance() changes a state."""

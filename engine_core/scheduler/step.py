@@ -1,0 +1,48 @@
+"""The border between deciding and doing: a StepPlan goes to the executor, a StepResult comes back."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine_core.types.ids import SessionId
+from engine_core.types.sampling import SamplingParams
+
+
+class ScheduledSequence(msgspec.Struct, frozen=True):
+    """One sequence's part of a step.
+
+    `token_ids` are the known tokens at positions [start, start + len(token_ids)) whose KV this step
+    computes and writes; KV of [0, start) is already in the blocks. `block_ids` is the whole block
+    table (token t lies in block_ids[t // block_size] at slot t % block_size), per cache group.
+    With `sample`, the token after the last one is drawn; its position is start + len(token_ids).
+    """
+
+    session: SessionId
+    token_ids: tuple[int, ...] | list[int]
+    start: int
+    block_ids: tuple[list[int], ...]
+    sample: bool
+    sampling: SamplingParams
+    banned_token_ids: tuple[int, ...] = ()
+    """Tokens that must not be drawn now (stop tokens below min_tokens)."""
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """What one step computes. Decodes (one token) come first, then prefill chunks."""
+
+    step: int
+    sequences: tuple[ScheduledSequence, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed by the step."""
+        return sum(len(s.token_ids) for s in self.sequences)
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """What came out: a token id per sequence with `sample`, in the plan's order (-1 elsewhere)."""
+
+    step: int
+    sampled: tuple[int, ...]
+    seconds: float = 0.0
+    forward_seconds: float = 0.0

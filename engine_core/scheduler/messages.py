@@ -1,0 +1,292 @@
+"""Messages between a service process and its engine: the vocabulary of both schedulers' borders.
+
+The life of a session in messages:
+
+    decode, mixed   Open ▶ …  ◀ OpenLeg   ▶ LegStarted   ◀ SendTicket   ▶ LegToken  ▶ LegDelivered
+                               ◀ Outputs* (the last one carries finish or error)   ▶ EndSession
+    prefill         OpenPrefill ▶  ◀ Started   ▶ TicketArrived   ◀ FirstToken   ◀ Delivered   ▶ EndSession
+
+The engine owns every session and block. EndSession is sent exactly once per opened session, whatever
+happened before; what was granted, the engine takes back. The engine may go on with a session after
+its end until its blocks are quiet.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from engine_core.lifecycle.machine import Move
+from engine_core.types.errors import PdmeshError
+from engine_core.types.ids import Incarnation, SessionId
+from engine_core.types.kv import (
+    KvLayout,
+    KvUsage,
+    ShardCount,
+    Ticket,
+    TransferDescriptor,
+)
+from engine_core.types.request import Finish, GenerateSpec, StageTimings
+
+
+class Frame(msgspec.Struct, frozen=True, tag=True):
+    """Base of all frames."""
+
+
+# ---- service -> engine ----------------------------------------------------------------------------
+
+
+class Configure(Frame, frozen=True):
+    """First frame: the InferenceConfig as plain data, and who this worker is."""
+
+    config: dict[str, Any]
+    incarnation: Incarnation
+    instance: str
+
+
+class Open(Frame, frozen=True):
+    """Opens a decode or mixed session. `remote` asks for the prompt's KV from a prefill worker."""
+
+    spec: GenerateSpec
+    remote: bool
+    link_id: int = 0
+    without_transfer: bool = False
+
+
+class OpenPrefill(Frame, frozen=True):
+    """Opens a prefill session. Without transfer no ticket will come: the first token is all."""
+
+    spec: GenerateSpec
+    link_id: int
+    without_transfer: bool = False
+
+
+class LegStarted(Frame, frozen=True):
+    """Prefill reserved its blocks and computes."""
+
+    session: SessionId
+
+
+class LegToken(Frame, frozen=True):
+    """Prefill's token 1."""
+
+    session: SessionId
+    token_id: int
+    cached_tokens: int = 0
+    timings: StageTimings = StageTimings()
+
+
+class LegDelivered(Frame, frozen=True):
+    """Every shard arrived."""
+
+    session: SessionId
+    shards: tuple[ShardCount, ...]
+    timings: StageTimings = StageTimings()
+
+
+class LegFailed(Frame, frozen=True):
+    """The prefill leg is over before it was done."""
+
+    session: SessionId
+    error: ErrorInfo
+
+
+class TicketArrived(Frame, frozen=True):
+    """Decode's ticket."""
+
+    session: SessionId
+    ticket: Ticket
+
+
+class EndSession(Frame, frozen=True):
+    """The stream is gone; its session may end at once."""
+
+    session: SessionId
+    reason: str = "stream closed"
+
+
+class ConnectLink(Frame, frozen=True):
+    """Asks a prefill engine to open a link to a decode engine. Answered by LinkUp or LinkDown."""
+
+    link_id: int
+    peer_incarnation: Incarnation
+    peer_instance: str
+    layout: KvLayout
+    descriptors: tuple[TransferDescriptor, ...]
+    transport: str = "auto"
+
+
+class Shutdown(Frame, frozen=True):
+    """The service process is done; the engine exits."""
+
+
+class ErrorInfo(msgspec.Struct, frozen=True):
+    """A PdmeshError as data; `kind` is the class name."""
+
+    kind: str
+    message: str
+    reason: str = "INTERNAL"
+    leg: str = "unknown"
+    field: str = ""
+    peer_incarnation: int = 0
+    retryable: bool = False
+    retry_after: float = 0.0
+
+
+# ---- engine -> service ----------------------------------------------------------------------------
+
+
+class Ready(Frame, frozen=True):
+    """Model loaded, KV allocated, warmed up."""
+
+    pid: int
+    layout: KvLayout
+    descriptors: tuple[TransferDescriptor, ...]
+    fingerprint_parts: dict[str, str]
+    max_model_len: int
+    num_kv_tokens: int
+    eos_token_ids: tuple[int, ...]
+    seconds_to_ready: float = 0.0
+
+
+class StartupFailed(Frame, frozen=True):
+    """The engine cannot start; one line says why."""
+
+    message: str
+
+
+class SessionOutput(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one session. `first_index` counts from attempt 0 (emitted tokens included)."""
+
+    session: SessionId
+    first_index: int
+    token_ids: tuple[int, ...]
+    finish: Finish | None = None
+    error: ErrorInfo | None = None
+
+
+class Outputs(Frame, frozen=True):
+    """All new tokens and ends of one step."""
+
+    outputs: tuple[SessionOutput, ...]
+
+
+class OpenLeg(Frame, frozen=True):
+    """Decode wants the prefill stream of this session opened."""
+
+    session: SessionId
+
+
+class SendTicket(Frame, frozen=True):
+    """Decode granted blocks; the ticket goes out on the prefill stream."""
+
+    session: SessionId
+    ticket: Ticket
+
+
+class Started(Frame, frozen=True):
+    """Prefill reserved the whole prompt's blocks."""
+
+    session: SessionId
+    cached_tokens: int = 0
+
+
+class FirstToken(Frame, frozen=True):
+    """Prefill's token 1; sent once sampled and ticketed."""
+
+    session: SessionId
+    token_id: int
+    cached_tokens: int
+    timings: StageTimings
+
+
+class Delivered(Frame, frozen=True):
+    """All shards arrived by the receiver's count; the prefill session is done."""
+
+    session: SessionId
+    shards: tuple[ShardCount, ...]
+    timings: StageTimings
+
+
+class SessionFailed(Frame, frozen=True):
+    """A prefill session ended in an error."""
+
+    session: SessionId
+    error: ErrorInfo
+
+
+class LinkUp(Frame, frozen=True):
+    """A link is open, at either end."""
+
+    link_id: int
+    peer_incarnation: Incarnation
+    peer_instance: str
+    transport: str
+    reason: str
+
+
+class LinkDown(Frame, frozen=True):
+    """A link is gone or could not be opened."""
+
+    link_id: int
+    peer_incarnation: Incarnation
+    reason: str
+
+
+class PairStats(msgspec.Struct, frozen=True):
+    """One link's figures."""
+
+    link_id: int
+    peer_incarnation: Incarnation
+    peer_instance: str
+    transport: str
+    reason: str
+    up: bool
+    bytes: int = 0
+    seconds: float = 0.0
+    failures: int = 0
+
+
+class Stats(Frame, frozen=True):
+    """Sent each second and when asked; also the heartbeat that the watchdog listens to."""
+
+    running: int
+    queued: int
+    queued_tokens: int
+    sessions: int
+    kv: KvUsage
+    steps: int
+    busy: bool
+    pairs: tuple[PairStats, ...] = ()
+    counters: dict[str, float] = {}
+
+
+class Moves(Frame, frozen=True):
+    """State moves since the last such frame; `at` is CLOCK_MONOTONIC."""
+
+    moves: tuple[Move, ...]
+
+
+ToEngine = (
+    Configure | Open | OpenPrefill | LegStarted | LegToken | LegDelivered | LegFailed | TicketArrived
+    | EndSession | ConnectLink | Shutdown
+)  # fmt: skip
+FromEngine = (
+    Ready | StartupFailed | Outputs | OpenLeg | SendTicket | Started | FirstToken | Delivered | SessionFailed
+    | LinkUp | LinkDown | Stats | Moves
+)  # fmt: skip
+
+
+def error_info(exc: PdmeshError) -> ErrorInfo:
+    """The error as data."""
+    return ErrorInfo(
+        kind=type(exc).__name__,
+        message=exc.message,
+        reason=exc.reason,
+        leg=exc.leg.value,
+        field=exc.field,
+        peer_incarnation=exc.peer_incarnation,
+        retryable=exc.retryable,
+        retry_after=exc.retry_after,
+    )

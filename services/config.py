@@ -1,16 +1,23 @@
 """One typed configuration object per process.
 
-Values come from a YAML file, then environment variables PDMESH_…, then flags; services/cli reads
-them. Unknown keys are errors that name the nearest known one. All times are in seconds.
+Values come from a YAML file, then environment variables PDMESH_…, then flags; the later one wins. Unknown
+keys are errors that name the nearest known one. All times are in seconds. This is the only module that
+reads the environment.
 """
 
 from __future__ import annotations
 
+import difflib
+import os
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from engine_core.types.errors import ConfigError
 from engine_core.types.request import Role
 
 
@@ -21,55 +28,54 @@ class _Config(BaseModel):
 class CommonConfig(_Config):
     """What every process has."""
 
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: Literal["text", "json"] = "text"
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged")
+    log_format: Literal["text", "json"] = Field("text", description="How a line of the log looks")
 
 
 class BootstrapConfig(CommonConfig):
     """The rank-table registry."""
 
-    host: str = "127.0.0.1"
-    port: int = Field(18800, ge=0, le=65535)
-    lease_ttl: float = Field(15.0, gt=0)
-    lease_renewal: float = Field(5.0, gt=0)
-    rooms_kept: int = Field(100_000, ge=1)
+    host: str = Field("127.0.0.1", description="Address to listen on")
+    port: int = Field(18800, ge=0, le=65535, description="gRPC port; 0 takes a free one")
+    lease_ttl: float = Field(15.0, gt=0, description="Seconds after which a silent worker is LOST")
+    lease_renewal: float = Field(5.0, gt=0, description="How often workers renew")
+    rooms_kept: int = Field(100_000, ge=1, description="Routes of past requests that are kept")
 
 
 class WorkerConfig(CommonConfig):
     """A prefill, decode or mixed worker: one service process and its engine process."""
 
     role: Role
-    model: str
-    host: str = "127.0.0.1"
-    port: int = Field(0, ge=0, le=65535)
-    bootstrap: tuple[str, ...] = ("127.0.0.1:18800",)
-    instance: str = ""
-    served_model_name: tuple[str, ...] = ()
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    block_size: Literal[16, 32, 64, 128] = 16
-    max_model_len: int = Field(0, ge=0)
-    kv_tokens: int = Field(0, ge=0)
-    kv_memory_mb: int = Field(1024, ge=1)
-    max_batch_tokens: int = Field(512, ge=1)
-    max_running: int = Field(64, ge=1)
-    max_queued: int = Field(256, ge=1)
-    max_local_tokens: int = Field(256, ge=1)
-    prefix_cache: bool = True
-    threads: int = Field(0, ge=0)
-    attention_backend: str = "auto"
-    linear_backend: str = "auto"
-    transfer_backend: Literal["auto", "shm", "tcp", "scripted"] = "auto"
-    transfer_script: str = ""
-    """JSON that the scripted transport reads; for tests."""
-    transfer_host: str = "127.0.0.1"
-    verify_kv: bool = False
-    socket_dir: str = ""
-    queue_timeout: float = Field(60.0, gt=0)
-    kv_progress_timeout: float = Field(15.0, gt=0)
-    token_stall_timeout: float = Field(30.0, gt=0)
-    watchdog_timeout: float = Field(30.0, gt=0)
-    connect_timeout: float = Field(2.0, gt=0)
-    drain_timeout: float = Field(30.0, ge=0)
+    model: str = Field(description="Hugging Face directory, hub id, or demo")
+    host: str = Field("127.0.0.1", description="Address to listen on")
+    port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one")
+    bootstrap: tuple[str, ...] = Field(("127.0.0.1:18800",), description="Bootstrap addresses, all of them are told")
+    instance: str = Field("", description="Name in the rank table; by default made of role and port")
+    served_model_name: tuple[str, ...] = Field((), description="Names that clients may use; the first is canonical")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="Compute type; auto is the checkpoint's")
+    block_size: Literal[16, 32, 64, 128] = Field(16, description="Tokens per KV block")
+    max_model_len: int = Field(0, ge=0, description="Longest sequence in tokens; 0 is the model's context")
+    kv_tokens: int = Field(0, ge=0, description="Tokens that the KV pool holds; 0 derives it from kv_memory_mb")
+    kv_memory_mb: int = Field(1024, ge=1, description="Memory for KV in MiB")
+    max_batch_tokens: int = Field(512, ge=1, description="Token budget of one step")
+    max_running: int = Field(64, ge=1, description="Requests in the running batch")
+    max_queued: int = Field(256, ge=1, description="Requests that may wait before 429")
+    max_local_tokens: int = Field(256, ge=1, description="Prompt tokens per step that a decode worker recomputes")
+    prefix_cache: bool = Field(True, description="Reuse KV of equal prefixes")
+    threads: int = Field(0, ge=0, description="Threads of the engine; 0 takes every core")
+    attention_backend: str = Field("auto", description="Attention implementation")
+    linear_backend: str = Field("auto", description="Linear-layer implementation")
+    transfer_backend: Literal["auto", "shm", "tcp", "scripted"] = Field("auto", description="How KV travels")
+    transfer_script: str = Field("", description="JSON that the scripted transport reads; for tests")
+    transfer_host: str = Field("127.0.0.1", description="Address of the tcp transport")
+    verify_kv: bool = Field(False, description="Compare checksums of transferred KV")
+    socket_dir: str = Field("", description="Directory of link sockets; shared by workers that use shm")
+    queue_timeout: float = Field(60.0, gt=0, description="Seconds that a request may wait")
+    kv_progress_timeout: float = Field(15.0, gt=0, description="Seconds without KV before a transfer is given up")
+    token_stall_timeout: float = Field(30.0, gt=0, description="Seconds without a token before a stream ends")
+    watchdog_timeout: float = Field(30.0, gt=0, description="Seconds without engine progress before it is killed")
+    connect_timeout: float = Field(2.0, gt=0, description="Seconds to reach a peer")
+    drain_timeout: float = Field(30.0, ge=0, description="Seconds that open requests get when stopping")
 
 
 class PlacementPolicy(StrEnum):
@@ -83,35 +89,197 @@ class PlacementPolicy(StrEnum):
 class RouterConfig(CommonConfig):
     """The OpenAI-compatible front."""
 
-    model: str
-    host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535)
-    bootstrap: tuple[str, ...] = ("127.0.0.1:18800",)
-    served_model_name: tuple[str, ...] = ()
-    policy: PlacementPolicy = PlacementPolicy.LEAST_LOAD
-    max_in_flight: int = Field(256, ge=1)
-    max_queued: int = Field(256, ge=0)
-    max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024)
-    max_prompts: int = Field(256, ge=1)
-    max_attempts: int = Field(3, ge=1)
-    request_timeout: float = Field(600.0, gt=0)
-    connect_timeout: float = Field(2.0, gt=0)
-    queue_timeout: float = Field(60.0, gt=0)
-    sse_comment_after: float = Field(15.0, gt=0)
-    peer_wait: float = Field(1.0, ge=0)
-    drain_timeout: float = Field(30.0, ge=0)
-    max_tokens_default: int = Field(0, ge=0)
-    """Used by /v1/completions when the client names no limit; 0 is 16, as OpenAI has it."""
+    model: str = Field(description="Hugging Face directory (its tokenizer is read), hub id, or demo")
+    host: str = Field("127.0.0.1", description="Address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")
+    bootstrap: tuple[str, ...] = Field(("127.0.0.1:18800",), description="Bootstrap addresses")
+    served_model_name: tuple[str, ...] = Field((), description="Names that clients may use; the first is canonical")
+    policy: PlacementPolicy = Field(PlacementPolicy.LEAST_LOAD, description="How a pair is chosen")
+    max_in_flight: int = Field(256, ge=1, description="Requests served at once")
+    max_queued: int = Field(256, ge=0, description="Requests that may wait before 429")
+    max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="Largest request body")
+    max_prompts: int = Field(256, ge=1, description="Prompts in one request")
+    max_attempts: int = Field(3, ge=1, description="Attempts per request before token 1")
+    request_timeout: float = Field(600.0, gt=0, description="Seconds for a whole request")
+    connect_timeout: float = Field(2.0, gt=0, description="Seconds to reach a worker")
+    queue_timeout: float = Field(60.0, gt=0, description="Seconds that a request may wait")
+    sse_comment_after: float = Field(15.0, gt=0, description="Seconds before a waiting stream gets SSE comments")
+    peer_wait: float = Field(1.0, ge=0, description="Seconds to wait for a worker that the table lacks")
+    drain_timeout: float = Field(30.0, ge=0, description="Seconds that open requests get when stopping")
+    max_tokens_default: int = Field(0, ge=0, description="Limit of /v1/completions when a client names none; 0 is 16")
+
+
+ServiceKind = Literal["bootstrap", "router", "prefill", "decode"]
+
+_KINDS: Mapping[ServiceKind, type[CommonConfig]] = {
+    "bootstrap": BootstrapConfig,
+    "router": RouterConfig,
+    "prefill": WorkerConfig,
+    "decode": WorkerConfig,
+}
+
+_CHOSEN_BY_SERVE = frozenset({"role", "model", "host", "port", "bootstrap", "instance", "socket_dir"})
 
 
 class ServeConfig(CommonConfig):
-    """The whole mesh on this machine."""
+    """The whole mesh on this machine.
 
-    model: str
-    prefill: int = Field(1, ge=0, le=64)
-    decode: int = Field(1, ge=0, le=64)
-    aggregated: bool = False
-    host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535)
-    bootstrap_port: int = Field(18800, ge=0, le=65535)
-    drain_timeout: float = Field(30.0, ge=0)
+    `options` are options of the services, handed to every service that knows them; `overrides` go to one kind.
+    """
+
+    model: str = Field(description="Hugging Face directory, hub id, or demo")
+    prefill: int = Field(1, ge=1, le=64, description="Prefill workers")
+    decode: int = Field(1, ge=1, le=64, description="Decode workers")
+    aggregated: bool = Field(False, description="One MIXED worker instead of prefill and decode workers")
+    host: str = Field("127.0.0.1", description="HTTP address")
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")
+    bootstrap_port: int = Field(18800, ge=0, le=65535, description="gRPC port of Bootstrap; 0 takes a free one")
+    start_timeout: float = Field(300.0, gt=0, description="Seconds until everything must be ready")
+    drain_timeout: float = Field(30.0, ge=0, description="Seconds that open requests get when stopping")
+    options: dict[str, Any] = Field(default_factory=dict, exclude=True)
+    overrides: dict[ServiceKind, dict[str, Any]] = Field(
+        default_factory=dict, description="Options of one kind of service: {decode: {kv_tokens: 4096}}"
+    )
+
+    @model_validator(mode="after")
+    def _children_are_valid(self) -> ServeConfig:
+        for kind in _KINDS:
+            self.child(kind)
+        return self
+
+    def child(self, kind: ServiceKind, **chosen: Any) -> CommonConfig:
+        """The configuration of one service of this mesh. Raises ValidationError."""
+        return _KINDS[kind](**self.child_values(kind, **chosen))
+
+    def child_values(self, kind: ServiceKind, **chosen: Any) -> dict[str, Any]:
+        """The values, by field, that differ from the defaults of that service."""
+        fields = _KINDS[kind].model_fields
+        own = {n: getattr(self, n) for n in ("model", "log_level", "log_format", "drain_timeout") if n in fields}
+        passed = {n: v for n, v in self.options.items() if n in fields}
+        values = own | passed | dict(self.overrides.get(kind, {})) | chosen
+        if "role" in fields:
+            values.setdefault("role", Role.PREFILL if kind == "prefill" else Role.DECODE)
+        return values
+
+
+def serve_options() -> dict[str, type[CommonConfig]]:
+    """Options that `serve` passes on, each with a configuration that has it."""
+    mine = set(ServeConfig.model_fields) | _CHOSEN_BY_SERVE
+    return {n: kind for kind in _KINDS.values() for n in kind.model_fields if n not in mine}
+
+
+C = TypeVar("C", bound=CommonConfig)
+
+PREFIX = "PDMESH_"
+CACHE_VARIABLE = "PDMESH_CACHE"
+
+
+def load(
+    kind: type[C],
+    *,
+    file: Path | None = None,
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> C:
+    """Reads file, then environment, then flags (None values are absent flags).
+
+    Raises ConfigError: one line that names the field, where the value came from, and what would be right.
+    """
+    known = _known(kind)
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for name, value in _read_file(file).items():
+        if name not in known:
+            raise ConfigError(f"{file}: unknown key {name!r}{nearest(name, known)}", field=name)
+        values[name], origin[name] = value, f"{file}"
+    for name, value in _read_environment(os.environ if environ is None else environ, known).items():
+        values[name], origin[name] = value, PREFIX + name.upper()
+    for name, value in (flags or {}).items():
+        if value is not None:
+            values[name] = _from_text(known[name], name, value) if isinstance(value, str) and name in known else value
+            origin[name] = "--" + name.replace("_", "-")
+    if kind is ServeConfig:
+        passed = serve_options()
+        options = {n: values.pop(n) for n in list(values) if n in passed}
+        values["options"] = options
+    try:
+        return kind(**values)
+    except ValidationError as exc:
+        raise _explain(exc, origin, known) from exc
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """"; did you mean 'x'?" or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """Where models are kept: $PDMESH_CACHE, else ~/.cache/pdmesh."""
+    value = (os.environ if environ is None else environ).get(CACHE_VARIABLE, "")
+    return Path(value) if value else Path.home() / ".cache" / "pdmesh"
+
+
+def child_environment() -> dict[str, str]:
+    """This process's environment for a service that is told everything by flags."""
+    return {n: v for n, v in os.environ.items() if not n.startswith(PREFIX) or n == CACHE_VARIABLE}
+
+
+def _known(kind: type[CommonConfig]) -> dict[str, type[CommonConfig]]:
+    own: dict[str, type[CommonConfig]] = {n: kind for n in kind.model_fields if n not in ("options", "role")}
+    return serve_options() | own if kind is ServeConfig else own
+
+
+def _read_file(file: Path | None) -> dict[str, Any]:
+    if file is None:
+        return {}
+    try:
+        data = yaml.safe_load(file.read_text())
+    except OSError as exc:
+        raise ConfigError(f"{file}: {exc.strerror or exc}") from exc
+    except (yaml.YAMLError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{file}: not YAML: {' '.join(str(exc).split())}") from exc
+    if data is None:
+        return {}
+    if not isinstance(data, dict) or not all(isinstance(k, str) for k in data):
+        raise ConfigError(f"{file}: it must hold one mapping of names to values")
+    return data
+
+
+def _read_environment(environ: Mapping[str, str], known: Mapping[str, type[CommonConfig]]) -> dict[str, Any]:
+    anywhere = {n for kind in (*_KINDS.values(), ServeConfig) for n in kind.model_fields} | {"cache"}
+    values: dict[str, Any] = {}
+    for variable, text in sorted(environ.items()):
+        if not variable.startswith(PREFIX):
+            continue
+        name = variable.removeprefix(PREFIX).lower()
+        if name in known:
+            values[name] = _from_text(known[name], name, text)
+        elif name not in anywhere:
+            near = difflib.get_close_matches(name, sorted(anywhere), n=1)
+            hint = f"; did you mean {PREFIX}{near[0].upper()}?" if near else ""
+            raise ConfigError(f"unknown environment variable {variable}{hint}", field=name)
+    return values
+
+
+def _from_text(kind: type[CommonConfig], name: str, text: str) -> Any:
+    origin = get_origin(kind.model_fields[name].annotation)
+    if origin is tuple:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    if origin in (dict, Literal):
+        return yaml.safe_load(text)
+    return text
+
+
+def _explain(exc: ValidationError, origin: Mapping[str, str], known: Iterable[str]) -> ConfigError:
+    first = exc.errors(include_url=False)[0]
+    path = [str(p) for p in first["loc"]]
+    name = path[0] if path else ""
+    if first["type"] == "missing":
+        return ConfigError(f"{name} is required: give --{name.replace('_', '-')}", field=name)
+    if first["type"] == "extra_forbidden":
+        return ConfigError(f"unknown key {'.'.join(path)!r}{nearest(path[-1], known)}", field=name)
+    message = first["msg"].removeprefix("Value error, ")
+    source = origin.get(name, "")
+    place = f" (from {source})" if source else ""
+    return ConfigError(f"{'.'.join(path) or 'configuration'}{place}: {message}, got {first['input']!r}", field=name)

@@ -247,7 +247,8 @@ def _read_file(file: Path | None) -> dict[str, Any]:
 
 
 def _read_environment(environ: Mapping[str, str], known: Mapping[str, type[CommonConfig]]) -> dict[str, Any]:
-    anywhere = {n for kind in (*_KINDS.values(), ServeConfig) for n in kind.model_fields} | {"cache"}
+    kinds: tuple[type[CommonConfig], ...] = (*_KINDS.values(), ServeConfig)
+    anywhere = {n for kind in kinds for n in kind.model_fields} | {"cache"}
     values: dict[str, Any] = {}
     for variable, text in sorted(environ.items()):
         if not variable.startswith(PREFIX):

@@ -1,0 +1,430 @@
+"""The event loop's end of an engine process: spawn, typed frames both ways, liveness.
+
+The life of an engine, as seen from here:
+
+    start()      spawns `python -m engine_core.host.main --fd N` with one end of a socket pair, sends
+                 Configure, awaits Ready (StartupFailed: ConfigError with its one line)
+    open()       queues an Open frame and returns the session's SessionHandle; frames of the session are
+                 routed to it; handle.end() queues EndSession exactly once, without await
+    death        end-of-file, a broken frame, or a silent engine (watchdog): every session and link waiter
+                 fails at once with UnavailableError, `dead` is set; nothing is restarted here
+
+Nothing here blocks the loop: reads come from the transport's callback, writes go into its buffer. The
+buffer is bounded: above SOFT_WRITE_LIMIT new sessions are refused, above HARD_WRITE_LIMIT the engine
+counts as hung and is killed. What waits on a slow stream is merged, not queued: see SessionHandle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from engine_core.host import frames
+from engine_core.host.frames import FromEngine, LinkDown, LinkUp, Ready, Stats, ToEngine
+from engine_core.lifecycle.machine import Move
+from engine_core.types.errors import ConfigError, FencedError, InternalError, Leg, QueueFullError, UnavailableError
+from engine_core.types.ids import Incarnation, SessionId
+from services.worker.session_handle import SessionHandle
+
+logger = logging.getLogger(__name__)
+
+SOFT_WRITE_LIMIT = 32 * 1024 * 1024
+HARD_WRITE_LIMIT = 256 * 1024 * 1024
+REAP_SECONDS = 5.0
+
+# PR_SET_PDEATHSIG survives exec; set by a tiny first program because code run between fork and exec
+# is unsafe in a process with threads. The parent may be gone before the call: then getppid differs.
+_DIE_WITH_PARENT = (
+    "import ctypes,os,sys\n"
+    "if sys.platform=='linux':\n"
+    " ctypes.CDLL(None).prctl(1,9,0,0,0)\n"
+    " if os.getppid()!=int(sys.argv[1]): sys.exit(1)\n"
+    "os.execv(sys.argv[2],sys.argv[2:])\n"
+)
+
+LinkListener = Callable[[LinkUp | LinkDown], None]
+MovesListener = Callable[[tuple[Move, ...]], None]
+
+
+def engine_command() -> tuple[str, ...]:
+    """The program that is the engine; `--fd N` is added."""
+    return (sys.executable, "-m", "engine_core.host.main")
+
+
+class EngineClient:
+    """One engine process and its sessions.
+
+    `leg` is blamed in errors. `on_moves` gets the engine's state moves, `add_link_listener` link events.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        incarnation: Incarnation,
+        instance: str,
+        *,
+        leg: Leg,
+        command: Sequence[str] | None = None,
+        ready_timeout: float = 600.0,
+        watchdog_timeout: float = 30.0,
+        on_moves: MovesListener | None = None,
+    ) -> None:
+        self._configure = frames.Configure(config=config, incarnation=incarnation, instance=instance)
+        self._leg = leg
+        self._command = tuple(command) if command is not None else engine_command()
+        self._ready_timeout, self._watchdog_timeout = ready_timeout, watchdog_timeout
+        self._on_moves = on_moves
+        self._sessions: dict[SessionId, SessionHandle] = {}
+        self._link_listeners: list[LinkListener] = []
+        self._link_waiters: dict[int, asyncio.Future[LinkUp]] = {}
+        self._links: dict[int, LinkUp] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._transport: asyncio.Transport | None = None
+        self._ready: asyncio.Future[Ready] | None = None
+        self._watchdog: asyncio.Task[None] | None = None
+        self._death: str | None = None
+        self._closing = False
+        self._frames_seen = 0
+        self._dropped_frames = 0
+        self.dead = asyncio.Event()
+        self.stats: Stats | None = None
+        self.stats_at = 0.0
+        """time.monotonic() at which `stats` came."""
+
+    # ---- life ---------------------------------------------------------------------------------------
+
+    async def start(self) -> Ready:
+        """Spawns the engine and awaits Ready.
+
+        Raises ConfigError with the engine's own line when it cannot start, UnavailableError when it died
+        or took longer than ready_timeout. On an error no process is left.
+        """
+        loop = asyncio.get_running_loop()
+        ours, theirs = frames.frame_socketpair()
+        self._ready = loop.create_future()
+        self._ready.add_done_callback(_retrieve)
+        try:
+            self._process = self._spawn(theirs.fileno())
+        except OSError as exc:
+            ours.close()
+            raise ConfigError(f"engine process could not be started: {exc}") from exc
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        transport, _ = await loop.create_unix_connection(lambda: _EngineProtocol(self), sock=ours)
+        self._transport = transport
+        self._write(self._configure)
+        try:
+            async with asyncio.timeout(self._ready_timeout):
+                ready = await asyncio.shield(self._ready)
+        except TimeoutError:
+            await self.close()
+            raise UnavailableError(
+                f"engine was not ready within {self._ready_timeout:g} s", leg=self._leg, reason="ENGINE_START"
+            ) from None
+        except BaseException:
+            await self.close()
+            raise
+        self._watchdog = loop.create_task(self._watch(), name="engine-watchdog")
+        return ready
+
+    def _spawn(self, fd: int) -> subprocess.Popen[bytes]:
+        launcher = (sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()))
+        # Its own session: a Ctrl-C in the terminal drains the service process; the engine follows that.
+        return subprocess.Popen(
+            [*launcher, *self._command, "--fd", str(fd)],
+            pass_fds=(fd,),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    async def close(self, grace: float = 2.0) -> None:
+        """Ends the engine: Shutdown, then SIGKILL after `grace` seconds. Idempotent; leaves no process."""
+        self._closing = True
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            await asyncio.gather(self._watchdog, return_exceptions=True)
+        if self._process is not None:
+            if self._process.poll() is None and self._death is None:
+                self._write(frames.Shutdown())
+                await asyncio.to_thread(_wait, self._process, grace)
+            if self._process.poll() is None:
+                self._process.kill()
+            await asyncio.to_thread(_wait, self._process, REAP_SECONDS)
+        self._die("engine closed")
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def _watch(self) -> None:
+        """Kills an engine that sends no frame. Counts its own ticks: when this loop itself was held up
+        or stopped, one long tick says nothing about the engine."""
+        tick = min(1.0, self._watchdog_timeout / 5)
+        silent, seen = 0.0, self._frames_seen
+        while self._death is None:
+            await asyncio.sleep(tick)
+            if self._frames_seen != seen:
+                silent, seen = 0.0, self._frames_seen
+                continue
+            silent += tick
+            if self._process is not None and self._process.poll() is not None:
+                self._die(f"engine ended with {_exit_text(self._process.returncode)}")
+            elif silent >= self._watchdog_timeout:
+                self._die(f"engine sent no frame for {self._watchdog_timeout:g} s")
+
+    def _die(self, why: str) -> None:
+        """Fails everything at once. The process is killed: an engine that nobody hears must not push KV."""
+        if self._death is not None:
+            return
+        self._death = why
+        if self._process is not None and not self._closing:
+            if self._process.poll() is None:
+                self._process.kill()
+            logger.error("engine pid %d: %s", self._process.pid, why)
+        error = self._dead_error()
+        for handle in list(self._sessions.values()):
+            handle.fail(self._dead_error())
+        self._sessions.clear()
+        for waiter in self._link_waiters.values():
+            if not waiter.done():
+                waiter.set_exception(self._dead_error())
+        self._link_waiters.clear()
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(error)
+        self.dead.set()
+
+    def _dead_error(self) -> UnavailableError:
+        return UnavailableError(
+            self._death or "engine is gone",
+            leg=self._leg,
+            reason="ENGINE_DIED",
+            peer_incarnation=self._configure.incarnation,
+        )
+
+    # ---- what it is -----------------------------------------------------------------------------------
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine; 0 before start."""
+        return self._process.pid if self._process is not None else 0
+
+    @property
+    def death(self) -> str | None:
+        """Why the engine is gone, or None while it lives."""
+        return self._death
+
+    @property
+    def open_sessions(self) -> int:
+        """Sessions opened here and not ended."""
+        return len(self._sessions)
+
+    @property
+    def dropped_frames(self) -> int:
+        """Frames for sessions that had ended; normal after an abort."""
+        return self._dropped_frames
+
+    def progressing(self) -> bool:
+        """True while a lease may be renewed: the engine lives, and its heartbeat is not overdue."""
+        return self._death is None and time.monotonic() - self.stats_at < self._watchdog_timeout
+
+    # ---- sessions ---------------------------------------------------------------------------------------
+
+    def open(self, frame: frames.Open | frames.OpenPrefill) -> SessionHandle:
+        """Opens a session. Its frames come from handle.next(); handle.end() must be called in a finally.
+
+        Raises UnavailableError when the engine is gone, QueueFullError when it does not keep up with
+        reading, FencedError when the session is open already.
+        """
+        session = frame.spec.session
+        if self._death is not None or self._transport is None:
+            raise self._dead_error()
+        if session in self._sessions:
+            raise FencedError(f"session {session} is already open", leg=self._leg, reason="SESSION_OPEN")
+        if self._transport.get_write_buffer_size() > SOFT_WRITE_LIMIT:
+            raise QueueFullError("the engine does not keep up", leg=self._leg, retry_after=1.0)
+        try:
+            self._write(frame)
+        except ValueError as exc:
+            raise InternalError(str(exc), leg=self._leg) from exc
+        handle = SessionHandle(session, self._leg, self._send_of_session, self._ended)
+        self._sessions[session] = handle
+        return handle
+
+    def _send_of_session(self, frame: ToEngine) -> None:
+        if self._death is None:
+            self._write(frame)
+
+    def _ended(self, handle: SessionHandle, reason: str) -> None:
+        if self._sessions.pop(handle.session, None) is not None and self._death is None:
+            self._write(frames.EndSession(session=handle.session, reason=reason))
+
+    # ---- links ------------------------------------------------------------------------------------------
+
+    def add_link_listener(self, listener: LinkListener) -> None:
+        """Calls `listener` on each LinkUp and LinkDown, on the loop. Not called for engine death."""
+        self._link_listeners.append(listener)
+
+    def link(self, link_id: int) -> LinkUp | None:
+        """The link's LinkUp while it is up."""
+        return self._links.get(link_id)
+
+    async def connect_link(self, frame: frames.ConnectLink, timeout: float) -> LinkUp:
+        """Asks the engine to open a link, and awaits it.
+
+        Raises UnavailableError (leg transfer) when it cannot be opened within `timeout` seconds.
+        """
+        if self._death is not None:
+            raise self._dead_error()
+        waiter = self._link_waiter(frame.link_id)
+        self._write(frame)
+        return await self._await_link(frame.link_id, waiter, timeout)
+
+    async def wait_link(self, link_id: int, timeout: float) -> LinkUp:
+        """Awaits a link that the other end opens. Raises as connect_link does."""
+        if self._death is not None:
+            raise self._dead_error()
+        if (up := self._links.get(link_id)) is not None:
+            return up
+        return await self._await_link(link_id, self._link_waiter(link_id), timeout)
+
+    def _link_waiter(self, link_id: int) -> asyncio.Future[LinkUp]:
+        waiter = self._link_waiters.get(link_id)
+        if waiter is None:
+            waiter = asyncio.get_running_loop().create_future()
+            waiter.add_done_callback(_retrieve)
+            self._link_waiters[link_id] = waiter
+        return waiter
+
+    async def _await_link(self, link_id: int, waiter: asyncio.Future[LinkUp], timeout: float) -> LinkUp:
+        try:
+            async with asyncio.timeout(timeout):
+                return await asyncio.shield(waiter)
+        except TimeoutError:
+            self._link_waiters.pop(link_id, None)
+            raise UnavailableError(
+                f"link {link_id} was not up within {timeout:g} s", leg=Leg.TRANSFER, reason="LINK_TIMEOUT"
+            ) from None
+
+    def _on_link(self, frame: LinkUp | LinkDown) -> None:
+        waiter = self._link_waiters.pop(frame.link_id, None)
+        if isinstance(frame, LinkUp):
+            self._links[frame.link_id] = frame
+            if waiter is not None and not waiter.done():
+                waiter.set_result(frame)
+        else:
+            self._links.pop(frame.link_id, None)
+            if waiter is not None and not waiter.done():
+                waiter.set_exception(
+                    UnavailableError(
+                        f"link {frame.link_id} is down: {frame.reason}",
+                        leg=Leg.TRANSFER,
+                        reason="LINK_DOWN",
+                        peer_incarnation=frame.peer_incarnation,
+                    )
+                )
+        for listener in self._link_listeners:
+            listener(frame)
+
+    # ---- frames -------------------------------------------------------------------------------------------
+
+    def _write(self, frame: ToEngine) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        self._transport.write(frames.encode(frame))
+        if self._transport.get_write_buffer_size() > HARD_WRITE_LIMIT:
+            self._die("engine reads nothing")
+
+    def on_bodies(self, bodies: list[bytes]) -> None:
+        """Takes complete frames from the protocol. Any error in them is the engine's end."""
+        for body in bodies:
+            if self._death is not None:
+                return
+            try:
+                self._route(frames.from_engine_decoder.decode(body))
+            except msgspec.DecodeError as exc:
+                self._die(f"engine sent a broken frame: {exc}")
+
+    def on_end(self, why: str) -> None:
+        """The socket is gone."""
+        if self._process is not None and self._process.poll() is not None:
+            why = f"ended with {_exit_text(self._process.returncode)}"
+        self._die(f"engine {why}")
+
+    def _route(self, frame: FromEngine) -> None:
+        self._frames_seen += 1
+        match frame:
+            case frames.Outputs():
+                for output in frame.outputs:
+                    self._give(output.session, output)
+            case (
+                frames.OpenLeg()
+                | frames.SendTicket()
+                | frames.Started()
+                | frames.FirstToken()
+                | frames.Delivered()
+                | frames.SessionFailed()
+            ):
+                self._give(frame.session, frame)
+            case frames.Stats():
+                self.stats, self.stats_at = frame, time.monotonic()
+            case frames.Moves():
+                if self._on_moves is not None:
+                    self._on_moves(frame.moves)
+            case frames.LinkUp() | frames.LinkDown():
+                self._on_link(frame)
+            case frames.Ready():
+                self.stats_at = time.monotonic()
+                if self._ready is not None and not self._ready.done():
+                    self._ready.set_result(frame)
+            case frames.StartupFailed():
+                if self._ready is not None and not self._ready.done():
+                    self._ready.set_exception(ConfigError(frame.message, leg=self._leg))
+
+    def _give(self, session: SessionId, item: Any) -> None:
+        handle = self._sessions.get(session)
+        if handle is None:
+            self._dropped_frames += 1
+        else:
+            handle.give(item)
+
+
+class _EngineProtocol(asyncio.Protocol):
+    """Cuts the byte stream into frames."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._splitter = frames.FrameSplitter()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            bodies = self._splitter.feed(data)
+        except ValueError as exc:
+            self._client.on_end(f"sent a broken stream: {exc}")
+            return
+        self._client.on_bodies(bodies)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._client.on_end(f"closed its socket ({exc})" if exc else "closed its socket")
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Marks a failure as seen: with no waiter left, nobody is owed it."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+
+
+def _exit_text(code: int | None) -> str:
+    return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"

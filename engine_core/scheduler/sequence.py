@@ -1,0 +1,102 @@
+"""A sequence: known tokens, and how many of them have KV. Computed tokens chase known tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine_core.scheduler.context import SchedulerContext
+from engine_core.scheduler.step import ScheduledSequence
+from engine_core.types.errors import ContextLengthError, InvalidRequestError
+from engine_core.types.request import FinishReason, GenerateSpec
+
+
+@dataclass(slots=True)
+class Sequence:
+    """Tokens of one session. `limit` is the number of output tokens after clamping."""
+
+    spec: GenerateSpec
+    tokens: list[int]
+    limit: int
+    computed: int = 0
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.spec.prompt_token_ids)
+
+    @property
+    def output_len(self) -> int:
+        """Output tokens so far, earlier attempts included."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def missing(self) -> int:
+        """Known tokens without KV."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """Tokens whose KV may have to be held: the last output token's never is."""
+        return max(len(self.tokens), self.prompt_len + self.limit - 1)
+
+    def reset(self) -> None:
+        """Forgets the KV, not the tokens."""
+        self.computed = 0
+
+    def append(self, token_id: int, eos_token_ids: frozenset[int]) -> tuple[FinishReason, int | None] | None:
+        """Adds an output token; returns why the output ends with it, or None."""
+        self.tokens.append(token_id)
+        sampling = self.spec.sampling
+        if self.output_len >= sampling.min_tokens:
+            if token_id in sampling.stop_token_ids:
+                return FinishReason.STOP, token_id
+            if token_id in eos_token_ids and not sampling.ignore_eos:
+                return FinishReason.STOP, token_id
+        if self.output_len >= self.limit:
+            return FinishReason.LENGTH, None
+        return None
+
+    def schedule(
+        self, count: int, block_ids: tuple[list[int], ...], eos_token_ids: frozenset[int]
+    ) -> ScheduledSequence:
+        """The next `count` tokens as part of a step; samples when they reach the last known token."""
+        sampling = self.spec.sampling
+        sample = self.computed + count == len(self.tokens)
+        banned: tuple[int, ...] = ()
+        if sample and self.output_len + 1 < sampling.min_tokens:
+            stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos_token_ids)
+            banned = tuple(sorted(stops))
+        return ScheduledSequence(
+            session=self.spec.session,
+            token_ids=self.tokens[self.computed : self.computed + count],
+            start=self.computed,
+            block_ids=block_ids,
+            sample=sample,
+            sampling=sampling,
+            banned_token_ids=banned,
+        )
+
+
+def new_sequence(spec: GenerateSpec, context: SchedulerContext) -> Sequence:
+    """Checks what can never work, before any work, and clamps max_tokens to what fits.
+
+    Raises InvalidRequestError or ContextLengthError naming the field.
+    """
+    prompt, emitted = len(spec.prompt_token_ids), len(spec.emitted_token_ids)
+    if prompt < 1:
+        raise InvalidRequestError("the prompt is empty; it needs at least one token", field="prompt_token_ids")
+    if spec.sampling.max_tokens < 1:
+        raise InvalidRequestError(f"max_tokens is {spec.sampling.max_tokens}; at least 1 is needed", field="max_tokens")
+    # Of prompt + output tokens, all but the last one need KV.
+    room = min(context.max_model_len, context.pool_tokens + 1)
+    if prompt + 1 > room:
+        raise ContextLengthError(
+            f"the prompt has {prompt} tokens; with one token of output this worker holds {room} at most",
+            field="prompt_token_ids",
+        )
+    limit = min(spec.sampling.max_tokens, room - prompt)
+    if emitted >= limit:
+        raise InvalidRequestError(
+            f"{emitted} tokens were already emitted; the limit is {limit}", field="emitted_token_ids"
+        )
+    return Sequence(spec, list(spec.known_token_ids), limit)

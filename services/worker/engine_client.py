@@ -153,14 +153,14 @@ class EngineClient:
         if self._watchdog is not None:
             self._watchdog.cancel()
             await asyncio.gather(self._watchdog, return_exceptions=True)
+        if self._death is None:
+            self._write(frames.Shutdown())
+        self._die("engine closed")
         if self._process is not None:
-            if self._process.poll() is None and self._death is None:
-                self._write(frames.Shutdown())
-                await asyncio.to_thread(_wait, self._process, grace)
+            await asyncio.to_thread(_wait, self._process, grace)
             if self._process.poll() is None:
                 self._process.kill()
             await asyncio.to_thread(_wait, self._process, REAP_SECONDS)
-        self._die("engine closed")
         if self._transport is not None:
             self._transport.abort()
 

@@ -142,15 +142,21 @@ class EngineCore:
     def stats(self) -> Stats:
         """Figures without the pairs, which the transfer side knows."""
         running, queued, queued_tokens = self._scheduler.load()
+        kv = self._context.kv
+        prefix = {
+            "prefix_query_tokens": kv.prefix_query_tokens,
+            "prefix_hit_tokens": kv.prefix_hit_tokens,
+            "evictions": kv.evictions,
+        }
         return Stats(
             running=running,
             queued=queued,
             queued_tokens=queued_tokens,
             sessions=self._scheduler.num_sessions(),
-            kv=self._context.kv.usage(),
+            kv=kv.usage(),
             steps=self._step,
             busy=self.has_work(),
-            counters=dict(self._context.counters),
+            counters={**self._context.counters, **prefix},
         )
 
     def quarantined_share(self) -> float:

@@ -70,5 +70,17 @@ class KvManager(Protocol):
     def usage(self) -> KvUsage:
         """The account."""
 
+    @property
+    def prefix_query_tokens(self) -> int:
+        """Prompt tokens looked for in the prefix index, since start."""
+
+    @property
+    def prefix_hit_tokens(self) -> int:
+        """Prompt tokens found there."""
+
+    @property
+    def evictions(self) -> int:
+        """Cached blocks given to others."""
+
     def check_conservation(self) -> None:
         """Recounts everything from scratch; raises InternalError naming what does not add up."""

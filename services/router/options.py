@@ -1,0 +1,87 @@
+"""What one request wants, with all defaults filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from engine_core.types.errors import InvalidRequestError
+from services.router.openai_schema import SamplingRequest, is_id, is_number
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True):
+    """What holds when a client says nothing: OpenAI's values, or those of generation_config.json."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @classmethod
+    def read(cls, generation_config: Mapping[str, Any]) -> SamplingDefaults:
+        """Takes the numbers that are there and in range."""
+        found = {}
+        for name, low, high in (("temperature", 0.0, 2.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
+            value = generation_config.get(name)
+            if is_number(value) and low <= value <= high:
+                found[name] = float(value)
+        top_k = generation_config.get("top_k")
+        return cls(**found, top_k=top_k if is_id(top_k) else 0)
+
+
+class GenerationOptions(msgspec.Struct, frozen=True):
+    """One request's wishes, with defaults filled in. `max_tokens` None means as many as fit."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int | None
+    max_tokens: int | None
+    min_tokens: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    n: int
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    return_token_ids: bool
+    cache_salt: str
+
+
+def options_of(
+    request: SamplingRequest, defaults: SamplingDefaults, max_tokens_default: int | None
+) -> GenerationOptions:
+    """Fills in defaults. Raises InvalidRequestError when min_tokens exceeds the limit that the client set."""
+
+    def pick(value: float | None, default: float) -> float:
+        return default if value is None else value
+
+    limit = request.token_limit()
+    min_tokens = request.min_tokens or 0
+    if limit is not None and min_tokens > limit:
+        raise InvalidRequestError(f"min_tokens: {min_tokens} is above max_tokens {limit}", field="min_tokens")
+    top_k = defaults.top_k if request.top_k is None else request.top_k
+    stream = request.stream_options
+    return GenerationOptions(
+        temperature=pick(request.temperature, defaults.temperature),
+        # An empty nucleus still holds the best token.
+        top_p=max(pick(request.top_p, defaults.top_p), 1e-6),
+        top_k=max(top_k, 0),
+        min_p=pick(request.min_p, defaults.min_p),
+        seed=None if request.seed is None else request.seed % 2**64,
+        max_tokens=max_tokens_default if limit is None else limit,
+        min_tokens=min_tokens,
+        stop=request.stop,
+        stop_token_ids=request.stop_token_ids,
+        ignore_eos=bool(request.ignore_eos),
+        n=request.n or 1,
+        stream=bool(request.stream),
+        include_usage=bool(stream and stream.include_usage),
+        continuous_usage=bool(stream and stream.continuous_usage_stats),
+        return_token_ids=bool(request.return_token_ids),
+        cache_salt=request.cache_salt or "",
+    )

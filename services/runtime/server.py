@@ -72,7 +72,7 @@ class GrpcServer:
         await server.start()
         return made
 
-    async def set_serving(self, serving: bool) -> None:
+    async def set_serving(self, serving: bool) -> None:  # noqa: FBT001  # reads plainly: set_serving(True)
         """Sets the health of every service and of the whole."""
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", *self._names):

@@ -47,7 +47,7 @@ class Sequence:
         """Adds an output token; returns why the output ends with it, or None."""
         self.tokens.append(token_id)
         sampling = self.spec.sampling
-        if self.output_len >= sampling.min_tokens:
+        if self.output_len > sampling.min_tokens:
             if token_id in sampling.stop_token_ids:
                 return FinishReason.STOP, token_id
             if token_id in eos_token_ids and not sampling.ignore_eos:
@@ -63,7 +63,7 @@ class Sequence:
         sampling = self.spec.sampling
         sample = self.computed + count == len(self.tokens)
         banned: tuple[int, ...] = ()
-        if sample and self.output_len + 1 < sampling.min_tokens:
+        if sample and self.output_len < sampling.min_tokens:
             stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos_token_ids)
             banned = tuple(sorted(stops))
         return ScheduledSequence(

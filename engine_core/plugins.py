@@ -17,6 +17,15 @@ PLATFORMS: Mapping[str, str] = MappingProxyType({"cpu": "engine_core.platforms.c
 MODEL_REGISTRY = "models.registry:resolve"
 """(hf_config: dict) -> model class; see models/registry.py."""
 
+MODEL_DIRECTORY = "models.loader:model_directory"
+"""(name or path: str) -> pathlib.Path of the model's directory."""
+
+MODEL_LOADERS: Mapping[str, str] = MappingProxyType(
+    {"default": "models.loader:DefaultModelLoader", "dummy": "models.loader:DummyModelLoader"}
+)
+
+LINEAR_BACKENDS: Mapping[str, str] = MappingProxyType({"torch": "models.layers.linear:TorchLinear"})
+
 ATTENTION_BACKENDS: Mapping[str, str] = MappingProxyType(
     {
         "sdpa": "engine_core.execution.attention.sdpa:SdpaAttention",

@@ -1,0 +1,166 @@
+"""ModelWorker: one rank's model on one device. Implements Executor."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from typing import Any
+
+import msgspec
+import torch
+
+from engine_core import plugins
+from engine_core.config import InferenceConfig
+from engine_core.execution.attention.base import group_tensor
+from engine_core.execution.batch import BatchBuilder, ForwardBatch
+from engine_core.execution.sampler import ReferenceSampler, Sampler
+from engine_core.platforms.base import Platform
+from engine_core.scheduler.step import ScheduledSequence, StepPlan, StepResult
+from engine_core.types.digest import tokenizer_digest
+from engine_core.types.errors import ConfigError, InternalError
+from engine_core.types.ids import SessionId
+from engine_core.types.kv import KvGroupLayout, KvGroupSpec, KvLayout
+from engine_core.types.sampling import SamplingParams
+
+HEADER_BYTES = 4096
+"""The region's first page belongs to who made it; groups start behind it, each on a page."""
+
+_TORCH_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What loading found out."""
+
+    kv_groups: tuple[KvGroupSpec, ...]
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+    fingerprint_parts: dict[str, str]
+
+
+class ModelWorker:
+    """Call in this order: load, layout, bind_kv, warm_up, then execute once per step; one thread."""
+
+    def __init__(self, config: InferenceConfig) -> None:
+        self._config = config
+        name = "cpu" if config.model.platform == "auto" else config.model.platform
+        self._platform: Platform = plugins.load(plugins.PLATFORMS, "platform", name)()
+        self._model: Any = None
+        self._info: ModelInfo | None = None
+        self._builder: BatchBuilder | None = None
+        self._sampler: Sampler = ReferenceSampler()
+
+    def load(self) -> ModelInfo:
+        """Loads the model. Raises ConfigError in one line naming the file, field or tensor."""
+        model_config = self._config.model
+        self._platform.set_threads(model_config.num_threads)
+        linear = model_config.linear_backend
+        backend = self._platform.linear_backend() if linear == "auto" else linear
+        linears = plugins.load(plugins.LINEAR_BACKENDS, "linear backend", backend)()
+        directory = plugins.load_path(plugins.MODEL_DIRECTORY)(model_config.model_path)
+        loader_name = "default" if model_config.with_ckpt else "dummy"
+        loader = plugins.load(plugins.MODEL_LOADERS, "model loader", loader_name)(directory)
+        self._model = loader.load(model_config.dtype, self._platform.ops(), linears)
+        dtype = _TORCH_NAMES[self._model.dtype]
+        spec = self._model.spec
+        longest = spec.max_model_len
+        if model_config.max_model_len > longest:
+            raise ConfigError(f"model.max_model_len is {model_config.max_model_len}; the model allows {longest}")
+        self._info = ModelInfo(
+            kv_groups=self._model.kv_cache_groups(dtype),
+            max_model_len=model_config.max_model_len or longest,
+            eos_token_ids=loader.eos_token_ids(),
+            vocab_size=spec.vocab_size,
+            fingerprint_parts={
+                "model": hashlib.sha256(json.dumps(loader.hf_config, sort_keys=True).encode()).hexdigest()[:32],
+                "checkpoint": loader.digest(),
+                "tokenizer": tokenizer_digest(directory),
+                "dtype": dtype,
+                "kv_dtype": dtype,
+                "block_size": str(self._config.scheduler.block_size),
+                "rope": hashlib.sha256(msgspec.json.encode(spec.rope)).hexdigest()[:32],
+                "draft": "none",
+            },
+        )
+        return self._info
+
+    def layout(self) -> KvLayout:
+        """The KV pool that the configuration asks for. Raises ConfigError when no sequence could run in it."""
+        scheduler, groups = self._config.scheduler, self._loaded().kv_groups
+        size = scheduler.block_size
+        bytes_per_block = size * sum(group.bytes_per_token() for group in groups)
+        blocks = -(-scheduler.kv_tokens // size) if scheduler.kv_tokens else scheduler.kv_memory_bytes // bytes_per_block
+        if blocks < 1:
+            raise ConfigError(
+                f"scheduler.kv_memory_bytes is {scheduler.kv_memory_bytes}; one block takes {bytes_per_block} bytes"
+            )
+        layouts: list[KvGroupLayout] = []
+        offset = HEADER_BYTES
+        for group in groups:
+            layouts.append(KvGroupLayout(spec=group, block_size=size, num_blocks=blocks + 1, offset=offset))
+            offset += -(-layouts[-1].block_bytes * (blocks + 1) // HEADER_BYTES) * HEADER_BYTES
+        return KvLayout(groups=tuple(layouts), region_bytes=offset)
+
+    def bind_kv(self, region: torch.Tensor) -> None:
+        """Takes the pool: a flat uint8 tensor of at least layout().region_bytes, owned by the caller."""
+        info, layout, spec = self._loaded(), self.layout(), self._model.spec
+        chosen = self._config.model.attention_backend
+        name = self._platform.attention_backend() if chosen == "auto" else chosen
+        backend = plugins.load(plugins.ATTENTION_BACKENDS, "attention backend", name)
+        self._model.init_attention(
+            tuple(
+                backend(group, group_tensor(region, group), spec.num_heads, spec.head_dim**-0.5)
+                for group in layout.groups
+            )
+        )
+        self._builder = BatchBuilder(layout, info.vocab_size)
+
+    def warm_up(self) -> None:
+        """Runs one prefill-sized and one decode-sized step into the null block, so that the first request
+        finds threads, kernels and pages ready."""
+        info, scheduler = self._loaded(), self._config.scheduler
+        tokens = min(scheduler.max_batch_tokens, info.max_model_len)
+        for count, sequences in ((tokens, 1), (1, min(scheduler.max_running, 4))):
+            blocks = [0] * -(-count // scheduler.block_size)
+            sequence = ScheduledSequence(
+                session=SessionId(0),
+                token_ids=[0] * count,
+                start=0,
+                block_ids=tuple(blocks for _ in info.kv_groups),
+                sample=True,
+                sampling=SamplingParams(max_tokens=1),
+            )
+            self.execute(StepPlan(step=0, sequences=(sequence,) * sequences))
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Runs one step. Raises InternalError when the plan or the numbers that come out are broken."""
+        began = time.perf_counter()
+        if self._builder is None:
+            raise InternalError("execute before bind_kv")
+        if not plan.sequences:
+            return StepResult(step=plan.step, sampled=())
+        batch = self._builder.build(plan)
+        forward_began = time.perf_counter()
+        logits = self._forward(batch)
+        forward_ended = time.perf_counter()
+        sampled = [-1] * len(plan.sequences)
+        if batch.draws:
+            for index, token in zip(batch.sampled_sequences, self._sampler.sample(logits, batch.draws), strict=True):
+                sampled[index] = token
+        return StepResult(
+            step=plan.step,
+            sampled=tuple(sampled),
+            seconds=time.perf_counter() - began,
+            forward_seconds=forward_ended - forward_began,
+        )
+
+    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
+        with torch.inference_mode():
+            logits: torch.Tensor = self._model.forward(batch.input_ids, batch.position_ids, batch.metadata)
+        return logits
+
+    def _loaded(self) -> ModelInfo:
+        if self._info is None:
+            raise InternalError("the model is not loaded")
+        return self._info

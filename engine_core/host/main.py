@@ -76,7 +76,6 @@ def _build(
     from engine_core.execution.model_worker import ModelWorker
     from engine_core.kv.manager import KVCacheManager
     from engine_core.kv.storage import KvRegion
-    from engine_core.transfer.manager import KVTransferManager
 
     worker = ModelWorker(config)
     info = worker.load()
@@ -89,6 +88,8 @@ def _build(
     events = EventQueue(wake)
     transfer = None
     if role is not Role.MIXED:
+        from engine_core.transfer.manager import KVTransferManager
+
         transfer = KVTransferManager(
             config.disagg, first.incarnation, first.instance, region, layout, events.post,
             accept_links=role is Role.DECODE,

@@ -109,6 +109,13 @@ class RouterConfig(CommonConfig):
     max_tokens_default: int = Field(0, ge=0, description="Limit of /v1/completions when a client names none; 0 is 16")
 
 
+class QueryConfig(CommonConfig):
+    """A command that asks a running mesh."""
+
+    bootstrap: tuple[str, ...] = Field(("127.0.0.1:18800",), description="Bootstrap addresses; the first that answers")
+    query_timeout: float = Field(3.0, gt=0, description="Seconds that one process has to answer")
+
+
 ServiceKind = Literal["bootstrap", "router", "prefill", "decode"]
 
 _KINDS: Mapping[ServiceKind, type[CommonConfig]] = {
@@ -209,7 +216,7 @@ def load(
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """"; did you mean 'x'?" or nothing."""
+    """ "; did you mean 'x'?" or nothing."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -247,7 +254,7 @@ def _read_file(file: Path | None) -> dict[str, Any]:
 
 
 def _read_environment(environ: Mapping[str, str], known: Mapping[str, type[CommonConfig]]) -> dict[str, Any]:
-    kinds: tuple[type[CommonConfig], ...] = (*_KINDS.values(), ServeConfig)
+    kinds: tuple[type[CommonConfig], ...] = (*_KINDS.values(), ServeConfig, QueryConfig)
     anywhere = {n for kind in kinds for n in kind.model_fields} | {"cache"}
     values: dict[str, Any] = {}
     for variable, text in sorted(environ.items()):

@@ -1,0 +1,174 @@
+"""`pdmesh explain REQUEST_ID`: the state moves of all processes that one request touched, as one timeline.
+
+Bootstrap knows the rooms of a request id, the router the request's own moves, and every worker the moves
+of a room in its service and engine. A process that is gone, or does not answer, is named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from engine_core.types.errors import NotFoundError, UnavailableError
+from pdmesh.bootstrap.v1 import bootstrap_service_pb2, bootstrap_service_pb2_grpc, rank_table_pb2
+from pdmesh.common.v1 import worker_pb2, worker_pb2_grpc
+from services.cli.options import add_command
+from services.cli.status import ask, get_table
+from services.config import QueryConfig, load
+from services.runtime.channels import ChannelPool
+from services.runtime.tasks import run
+
+
+def add_command_to(app: typer.Typer) -> None:
+    """Adds `explain`."""
+    request_id = Annotated[str, typer.Argument(metavar="REQUEST_ID", help="The id in the response, or x-request-id")]
+    as_json = Annotated[bool, typer.Option("--json", help="One JSON object")]
+    fields = {"bootstrap": QueryConfig, "query_timeout": QueryConfig}
+    doc = "Join the state moves of one request in every process into one timeline."
+    extras = {"request_id": (request_id, ...), "json": (as_json, False)}
+    add_command(app, "explain", fields, _command, doc=doc, extras=extras)
+
+
+def _command(file: Path | None, flags: dict[str, Any], extra: dict[str, Any]) -> int:
+    config = load(QueryConfig, file=file, flags=flags)
+    timeline = run(lambda _stop: _first(config, extra["request_id"]))
+    if extra["json"]:
+        print(json.dumps(timeline))
+    else:
+        show(timeline, Console(highlight=False))
+    return 0
+
+
+async def _first(config: QueryConfig, request_id: str) -> dict[str, Any]:
+    last = UnavailableError("no Bootstrap address is given")
+    for address in config.bootstrap:
+        try:
+            return await collect(address, request_id, config.query_timeout)
+        except UnavailableError as exc:
+            last = exc
+    raise last
+
+
+async def collect(bootstrap: str, request_id: str, timeout: float) -> dict[str, Any]:
+    """{request_id, rooms, routes, moves, silent}: moves in order of time, each with the process it came from.
+
+    Raises UnavailableError when Bootstrap does not answer, NotFoundError when nobody knows the request.
+    """
+    pool = ChannelPool(timeout)
+    try:
+        table = await get_table(pool, bootstrap, timeout)
+        stub = bootstrap_service_pb2_grpc.BootstrapServiceStub(pool.get(bootstrap))
+        lookup = bootstrap_service_pb2.LookupRoomsRequest(request_ids=[request_id])
+        (found, _), from_routers = await asyncio.gather(
+            ask(stub.LookupRooms(lookup, timeout=timeout)), _ask_routers(table.services, request_id, timeout)
+        )
+        routes = list(found.rooms) if found is not None else []
+        rooms = {route.room for route in routes} | {int(room) for answer in from_routers for room in answer["rooms"]}
+        if not rooms:
+            raise NotFoundError(f"nobody knows a request {request_id}")
+        moves = [move for answer in from_routers for move in answer["moves"]]
+        silent = []
+        endpoints = {row.endpoint: row.instance.name for row in table.rows}
+        answers = await asyncio.gather(*(_ask_worker(pool, e, rooms, timeout) for e in endpoints))
+        for name, (found_moves, error) in zip(endpoints.values(), answers, strict=True):
+            moves += [_move(name, move) for move in found_moves]
+            if error:
+                silent.append({"process": name, "error": error})
+    finally:
+        await pool.close()
+    moves.sort(key=lambda move: move["unix_seconds"])
+    return {
+        "request_id": request_id,
+        "rooms": sorted(rooms),
+        "routes": [_route(route) for route in routes],
+        "moves": moves,
+        "silent": silent,
+    }
+
+
+async def _ask_routers(services: Any, request_id: str, timeout: float) -> list[dict[str, Any]]:
+    answers = []
+    async with httpx.AsyncClient(timeout=timeout, trust_env=False) as client:
+        for service in services:
+            if not service.http_endpoint:
+                continue
+            try:
+                answer = await client.get(f"http://{service.http_endpoint}/explain/{request_id}")
+                data = answer.json() if answer.status_code == 200 else {}
+            except (httpx.HTTPError, ValueError):
+                continue
+            moves = [router_move(move) for move in data.get("moves", ())]
+            answers.append({"rooms": data.get("rooms", ()), "moves": moves})
+    return answers
+
+
+def router_move(move: dict[str, Any]) -> dict[str, Any]:
+    """A move as the router writes it, in the form that all moves have here."""
+    return {
+        "unix_seconds": float(move.get("unix_seconds", 0.0)),
+        "process": "router",
+        "room": int(move.get("room", 0)),
+        "attempt": int(move.get("attempt", 0)),
+        "machine": str(move.get("machine", "request")),
+        "from": str(move.get("from_state", "")),
+        "to": str(move.get("to_state", "")),
+        "seconds": float(move.get("seconds", 0.0)),
+        "reason": str(move.get("reason", "")),
+    }
+
+
+async def _ask_worker(
+    pool: ChannelPool, endpoint: str, rooms: set[int], timeout: float
+) -> tuple[list[worker_pb2.StateMove], str]:
+    stub = worker_pb2_grpc.WorkerServiceStub(pool.get(endpoint))
+    answer, error = await ask(stub.Explain(worker_pb2.ExplainRequest(rooms=sorted(rooms)), timeout=timeout))
+    return (list(answer.moves) if answer is not None else [], error)
+
+
+def _move(process: str, move: worker_pb2.StateMove) -> dict[str, Any]:
+    return {
+        "unix_seconds": move.unix_seconds,
+        "process": process,
+        "room": move.session.room,
+        "attempt": move.session.attempt,
+        "machine": move.machine,
+        "from": move.from_state,
+        "to": move.to_state,
+        "seconds": move.seconds,
+        "reason": move.reason,
+    }
+
+
+def _route(route: rank_table_pb2.RoomRoute) -> dict[str, Any]:
+    return {
+        "room": route.room,
+        "attempt": route.attempt,
+        "prefill_instance": route.prefill_instance,
+        "decode_instance": route.decode_instance,
+    }
+
+
+def show(timeline: dict[str, Any], console: Console) -> None:
+    """Prints the timeline, times relative to the first move."""
+    console.print(f"request {timeline['request_id']}, rooms {', '.join(f'{r:016x}' for r in timeline['rooms'])}")
+    for route in timeline["routes"]:
+        ways = f"prefill {route['prefill_instance'] or '-'}, decode {route['decode_instance']}"
+        console.print(f"  room {route['room']:016x} attempt {route['attempt']}: {ways}")
+    start = timeline["moves"][0]["unix_seconds"] if timeline["moves"] else 0.0
+    table = Table("ms", "process", "attempt", "machine", "move", "after ms", "why")
+    for move in timeline["moves"]:
+        at, spent = (move["unix_seconds"] - start) * 1e3, move["seconds"] * 1e3
+        change = f"{move['from']} → {move['to']}" if move["from"] else move["to"]
+        table.add_row(
+            f"{at:.1f}", move["process"], str(move["attempt"]), move["machine"], change, f"{spent:.1f}", move["reason"]
+        )
+    console.print(table)
+    for gone in timeline["silent"]:
+        console.print(f"{gone['process']} does not answer: {gone['error']}")

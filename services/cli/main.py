@@ -1,0 +1,65 @@
+"""The application `pdmesh`: commands, and errors as one line."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+import typer
+from typer.exceptions import TyperException
+
+from engine_core.types.errors import ConfigError, PdmeshError
+from services.cli import explain, model, serve, single, status
+
+app = typer.Typer(
+    help="LLM serving with prefill and decode on separate workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # its tables cut option names short
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+serve.add_command_to(app)
+single.add_commands(app)
+status.add_command_to(app)
+explain.add_command_to(app)
+model.add_commands(app)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from importlib.metadata import version as installed
+
+    print(f"pdmesh {installed('pdmesh')}")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command line; returns its exit code. Errors that the user can mend are one line on stderr."""
+    try:
+        return int(app(args=list(arguments), prog_name="pdmesh", standalone_mode=False) or 0)
+    except TyperException as exc:
+        message, code = _message(exc), getattr(exc, "exit_code", 2)
+    except ConfigError as exc:
+        message, code = exc.message, 2
+    except PdmeshError as exc:
+        message, code = exc.message, 1
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return 130
+    print(f"pdmesh: error: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _message(exc: TyperException) -> str:
+    form = getattr(exc, "format_message", None)
+    return str(form() if form is not None else exc)
+
+
+def main() -> None:
+    """Entry point of the command `pdmesh`."""
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

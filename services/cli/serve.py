@@ -1,0 +1,197 @@
+"""`pdmesh serve`: the whole mesh on this machine.
+
+Bootstrap → workers and router, side by side → all ready, /readiness is 200 → "pdmesh is ready: …"
+→ children that die are started again on their ports → Ctrl-C: router, then workers, then Bootstrap drain
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from engine_core.types.errors import ConfigError, UnavailableError
+from engine_core.types.request import Role
+from services.cli.handshake import Reporter
+from services.cli.model_path import resolve, served_names
+from services.cli.options import add_command
+from services.cli.status import collect
+from services.cli.supervisor import ChildSpec, Exit, StartFailedError, Supervisor
+from services.config import ServeConfig, ServiceKind, child_environment, load, serve_options
+from services.runtime.tasks import Stop, TaskOwner, run
+
+_COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
+_ROUTER, _WORKERS, _BOOTSTRAP = 0, 1, 2
+_FIRST_PORT = {"prefill": 8001, "decode": 8100}
+
+
+def add_command_to(app: typer.Typer) -> None:
+    """Adds `serve`, with its own flags and those of the services it starts."""
+    own = {n: ServeConfig for n in ServeConfig.model_fields if n not in ("options", "overrides")}
+    ready = typer.Option("--ready-fd", metavar="FD", help="Report readiness there, as JSON lines", hidden=True)
+    add_command(
+        app, "serve", own | serve_options(), _command,
+        doc="Run the whole mesh on this machine. Options of the services are passed on to them.",
+        extras={"ready_fd": (Annotated[int | None, ready], None)},
+    )  # fmt: skip
+
+
+def _command(file: Path | None, flags: dict[str, Any], extra: dict[str, Any]) -> int:
+    config = load(ServeConfig, file=file, flags=flags)
+    directory = resolve(config.model, fetch=True)
+    return run(lambda stop: Serve(config, directory, Reporter(extra["ready_fd"])).run(stop))
+
+
+class Serve:
+    """One run of the mesh."""
+
+    def __init__(self, config: ServeConfig, directory: Path, reporter: Reporter) -> None:
+        self._config, self._directory, self._reporter = config, directory, reporter
+        self._console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self._width = max(len(name) for name in ("bootstrap", *self._worker_names()))
+        self._colour: dict[str, str] = {}
+
+    async def run(self, stop: Stop) -> int:
+        """Starts everything, serves until told to stop, ends everything. Returns the exit code."""
+        sockets = tempfile.mkdtemp(prefix="pdmesh-")
+        supervisor = Supervisor(self._say, start_timeout=self._config.start_timeout)
+        tasks, code = TaskOwner("serve"), 0
+        try:
+            start = tasks.spawn(self._start(supervisor, sockets), "start")
+            draining = tasks.spawn(stop.draining.wait(), "signal")
+            await asyncio.wait({start, draining}, return_when=asyncio.FIRST_COMPLETED)
+            if start.done():
+                start.result()
+                await draining
+            self._say("serve", "stopping; once more Ctrl-C ends at once")
+        except StartFailedError as exc:
+            print(f"pdmesh: error: {exc}", file=sys.stderr)
+            self._reporter.failed(str(exc), exc.end.code)
+            code = exc.end.code if exc.end.code > 0 else 1
+        finally:
+            await tasks.close()
+            await supervisor.stop(stop.now, self._config.drain_timeout + 10.0)
+            shutil.rmtree(sockets, ignore_errors=True)
+        return code
+
+    async def _start(self, supervisor: Supervisor, sockets: str) -> None:
+        config = self._config
+        bootstrap_port = config.bootstrap_port or _free_port(18800)
+        spec = self._spec("bootstrap", "bootstrap", _BOOTSTRAP, host="127.0.0.1", port=bootstrap_port)
+        await supervisor.until_ready([supervisor.add(spec)], config.start_timeout)
+
+        model = {
+            "model": str(self._directory),
+            "served_model_name": config.options.get("served_model_name") or served_names(config.model, self._directory),
+            "bootstrap": f"127.0.0.1:{bootstrap_port}",
+        }
+        taken = {bootstrap_port, config.port}
+        for name in self._worker_names():
+            kind: ServiceKind = "prefill" if name.startswith("prefill") else "decode"
+            port = _free_port(_FIRST_PORT[kind], taken)
+            taken.add(port)
+            chosen = model | {"port": port, "instance": name, "socket_dir": sockets}
+            supervisor.add(self._spec(kind, name, _WORKERS, **chosen))
+        port = config.port or _free_port(8000, taken)
+        supervisor.add(self._spec("router", "router", _ROUTER, host=config.host, port=port, **model))
+        await supervisor.until_ready(supervisor.children, config.start_timeout)
+
+        local = "127.0.0.1" if config.host in ("0.0.0.0", "::", "") else config.host
+        url = f"http://{local}:{port}"
+        await _until_answering(f"{url}/readiness", supervisor, config.start_timeout)
+        await self._announce(url, f"127.0.0.1:{bootstrap_port}", model["served_model_name"], supervisor)
+
+    async def _announce(self, url: str, bootstrap: str, names: Any, supervisor: Supervisor) -> None:
+        config = self._config
+        name = names[0] if isinstance(names, tuple | list) else str(names)
+        workers = "1 mixed" if config.aggregated else f"{config.prefill} prefill + {config.decode} decode"
+        detail = f"model {name}, {workers}"
+        if not config.aggregated:
+            try:
+                pairs = [pair for rank in (await collect(bootstrap, 2.0))["ranks"] for pair in rank["pairs"]]
+            except UnavailableError:
+                pairs = []
+            used = sorted({pair["transport"] for pair in pairs if pair["up"]})
+            detail += f", transfer {'/'.join(used) or config.options.get('transfer_backend', 'auto')}"
+        print(f"pdmesh is ready: {url}/v1 ({detail})", flush=True)
+        pids = {child.spec.name: child.pid for child in supervisor.children}
+        self._reporter.ready(
+            {"name": "serve", "pid": os.getpid(), "endpoint": url.removeprefix("http://"), "base_url": f"{url}/v1",
+             "bootstrap": bootstrap, "model": name, "pids": pids}
+        )  # fmt: skip
+
+    def _worker_names(self) -> list[str]:
+        if self._config.aggregated:
+            return ["mixed-0"]
+        prefill = [f"prefill-{i}" for i in range(self._config.prefill)]
+        return prefill + [f"decode-{i}" for i in range(self._config.decode)]
+
+    def _spec(self, kind: ServiceKind, name: str, stop_group: int, **chosen: Any) -> ChildSpec:
+        values = self._config.child_values(kind, **chosen)
+        if values.pop("role", None) == Role.DECODE and self._config.aggregated:
+            values["aggregated"] = True
+        arguments: list[str] = [kind]
+        for field, value in values.items():
+            arguments += _flag(field, value)
+        environment = child_environment()
+        if kind in ("prefill", "decode"):
+            # Engines here share the cores: one that waits must not spin on them.
+            environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        return ChildSpec(name, tuple(arguments), stop_group, environment)
+
+    def _say(self, name: str, line: str) -> None:
+        colour = self._colour.setdefault(name, _COLOURS[len(self._colour) % len(_COLOURS)])
+        self._console.print(Text(f"{name:<{self._width}} | ", style=colour) + Text(line))
+
+
+def _flag(field: str, value: Any) -> list[str]:
+    flag = "--" + field.replace("_", "-")
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{flag[2:]}"]
+    if isinstance(value, tuple | list):
+        return [part for item in value for part in (flag, str(item))]
+    return [flag, str(value)]
+
+
+def _free_port(preferred: int, taken: set[int] | frozenset[int] = frozenset()) -> int:
+    """The first of `preferred` and the 99 ports after it that nobody listens on. Raises ConfigError."""
+    for port in range(preferred, preferred + 100):
+        if port in taken:
+            continue
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise ConfigError(f"no free port in {preferred}..{preferred + 99}", field="port")
+
+
+async def _until_answering(url: str, supervisor: Supervisor, timeout: float) -> None:
+    """Waits for a 200 of `url`. Raises StartFailedError."""
+    deadline = asyncio.get_running_loop().time() + timeout
+    last = "no answer"
+    async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
+        while asyncio.get_running_loop().time() < deadline:
+            if supervisor.failed.done():
+                supervisor.failed.result()
+            try:
+                answer = await client.get(url)
+                if answer.status_code == 200:
+                    return
+                last = f"{answer.status_code} {answer.text[:200]}"
+            except httpx.HTTPError as exc:
+                last = f"{type(exc).__name__}: {exc}"
+            await asyncio.sleep(0.1)
+    raise StartFailedError("router", Exit(1, f"{url} did not become ready: {last}"))

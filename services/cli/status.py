@@ -1,0 +1,233 @@
+"""`pdmesh status`: the rank table, and every worker and router asked live.
+
+A worker that does not answer is shown as the table has it, with `answers: false` and the error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import grpc
+import httpx
+import typer
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rich.console import Console
+from rich.table import Table
+
+from engine_core.types.errors import UnavailableError
+from pdmesh.bootstrap.v1 import bootstrap_service_pb2, bootstrap_service_pb2_grpc, rank_table_pb2
+from pdmesh.common.v1 import identity_pb2, worker_pb2, worker_pb2_grpc
+from services.cli.options import add_command
+from services.config import QueryConfig, load
+from services.runtime.channels import ChannelPool
+from services.runtime.tasks import run
+
+T = TypeVar("T")
+_KV = ("total", "free", "used", "cached", "pinned", "quarantined")
+_UNHEALTHY = "NO ANSWER"
+
+
+def add_command_to(app: typer.Typer) -> None:
+    """Adds `status`."""
+    as_json = Annotated[bool, typer.Option("--json", help="One JSON object")]
+    fields = {"bootstrap": QueryConfig, "query_timeout": QueryConfig}
+    doc = "Show the rank table, health, load, KV accounting and transfer pairs, asked live."
+    add_command(app, "status", fields, _command, doc=doc, extras={"json": (as_json, False)})
+
+
+def _command(file: Path | None, flags: dict[str, Any], extra: dict[str, Any]) -> int:
+    config = load(QueryConfig, file=file, flags=flags)
+    status = run(lambda _stop: collect_any(config))
+    if extra["json"]:
+        print(json.dumps(status))
+    else:
+        show(status, Console(highlight=False))
+    return 0
+
+
+async def collect_any(config: QueryConfig) -> dict[str, Any]:
+    """The status from the first Bootstrap that answers. Raises UnavailableError of the last one."""
+    last = UnavailableError("no Bootstrap address is given")
+    for address in config.bootstrap:
+        try:
+            return await collect(address, config.query_timeout)
+        except UnavailableError as exc:
+            last = exc
+    raise last
+
+
+async def collect(bootstrap: str, timeout: float) -> dict[str, Any]:
+    """The whole status as plain data; `timeout` seconds for each process asked.
+
+    Raises UnavailableError when Bootstrap does not answer.
+    """
+    pool = ChannelPool(timeout)
+    try:
+        table = await get_table(pool, bootstrap, timeout)
+        ranks = await asyncio.gather(*(_rank(pool, row, timeout) for row in table.rows))
+        routers = await _answering(table.services, timeout)
+    finally:
+        await pool.close()
+    ranks = sorted(ranks, key=lambda r: (r["instance"], r["dp"], r["cp"], r["tp"]))
+    workers = [
+        {
+            "name": r["role"].lower(),
+            "pid": r["pid"],
+            "host": r["host"],
+            "endpoint": r["endpoint"],
+            "instance": r["instance"],
+        }
+        for r in ranks
+        if r["answers"]
+    ]
+    known = {(w["host"], w["pid"]) for w in workers}
+    others = [s for s in routers if (s["host"], s["pid"]) not in known]
+    revision = {"table_epoch": table.revision.table_epoch, "n": table.revision.n}
+    return {"bootstrap": bootstrap, "revision": revision, "ranks": ranks, "services": _unique(others + workers)}
+
+
+async def get_table(pool: ChannelPool, bootstrap: str, timeout: float) -> bootstrap_service_pb2.GetRankTableResponse:
+    """The rank table. Raises UnavailableError."""
+    stub = bootstrap_service_pb2_grpc.BootstrapServiceStub(pool.get(bootstrap))
+    try:
+        table: bootstrap_service_pb2.GetRankTableResponse = await stub.GetRankTable(
+            bootstrap_service_pb2.GetRankTableRequest(), timeout=timeout
+        )
+        return table
+    except grpc.aio.AioRpcError as exc:
+        raise UnavailableError(f"Bootstrap at {bootstrap} does not answer: {exc.code().name} {exc.details()}") from exc
+
+
+async def ask(call: Awaitable[T]) -> tuple[T | None, str]:
+    """The answer, or None and why there is none."""
+    try:
+        return await call, ""
+    except grpc.aio.AioRpcError as exc:
+        return None, f"{exc.code().name}: {exc.details()}"
+
+
+async def _rank(pool: ChannelPool, row: rank_table_pb2.RankRow, timeout: float) -> dict[str, Any]:
+    channel = pool.get(row.endpoint)
+    (live, error), (health, _) = await asyncio.gather(
+        ask(worker_pb2_grpc.WorkerServiceStub(channel).GetStats(worker_pb2.GetStatsRequest(), timeout=timeout)),
+        ask(health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)),
+    )
+    return rank_as_data(row, live, error, health)
+
+
+def rank_as_data(
+    row: rank_table_pb2.RankRow,
+    live: worker_pb2.GetStatsResponse | None,
+    error: str = "",
+    health: health_pb2.HealthCheckResponse | None = None,
+) -> dict[str, Any]:
+    """One rank: what it says itself, or else what the table says of it."""
+    state = rank_table_pb2.MembershipState.Name(row.state).removeprefix("MEMBERSHIP_STATE_")
+    source: Any = row if live is None else live
+    role = row.instance.role if live is None else live.role
+    return {
+        "instance": row.instance.name,
+        "role": identity_pb2.Role.Name(role).removeprefix("ROLE_"),
+        "dp": row.coord.dp,
+        "cp": row.coord.cp,
+        "tp": row.coord.tp,
+        "endpoint": row.endpoint,
+        "incarnation": source.incarnation,
+        "pid": source.pid,
+        "engine_pid": source.engine_pid,
+        "host": source.host,
+        "state": state if live is None else live.state or state,
+        "table_state": state,
+        "answers": live is not None,
+        "error": error,
+        "health": _UNHEALTHY if health is None else health_pb2.HealthCheckResponse.ServingStatus.Name(health.status),
+        "load": {
+            "running": source.load.running,
+            "queued": source.load.queued,
+            "queued_tokens": source.load.queued_tokens,
+        },
+        "kv": {name: getattr(source.load.kv, name) for name in _KV},
+        "pairs": [] if live is None else [_pair(pair) for pair in live.pairs],
+        "sessions": 0 if live is None else live.sessions,
+        "streams": 0 if live is None else live.streams,
+        "tasks": 0 if live is None else live.tasks,
+        "uptime_seconds": 0.0 if live is None else live.uptime_seconds,
+        "loop_lag_p99_seconds": 0.0 if live is None else live.loop_lag_p99_seconds,
+        "counters": {} if live is None else dict(live.counters),
+        "fingerprint": row.instance.fingerprint,
+        "models": list(row.instance.served_model_names),
+        "max_model_len": row.instance.max_model_len,
+    }
+
+
+def _pair(pair: worker_pb2.TransferPair) -> dict[str, Any]:
+    return {
+        "peer_instance": pair.peer_instance,
+        "peer_incarnation": pair.peer_incarnation,
+        "transport": pair.transport,
+        "reason": pair.reason,
+        "up": pair.up,
+        "bytes": pair.bytes,
+        "seconds": pair.seconds,
+        "failures": pair.failures,
+    }
+
+
+async def _answering(services: Any, timeout: float) -> list[dict[str, Any]]:
+    """The services that answer now: those with an HTTP address are asked, of the others Bootstrap has a stream."""
+    async with httpx.AsyncClient(timeout=timeout, trust_env=False) as client:
+
+        async def answers(service: rank_table_pb2.Service) -> bool:
+            if not service.http_endpoint:
+                return True
+            try:
+                return (await client.get(f"http://{service.http_endpoint}/liveness")).status_code < 500
+            except httpx.HTTPError:
+                return False
+
+        alive = await asyncio.gather(*(answers(s) for s in services))
+    return [
+        {"name": s.name, "pid": s.pid, "host": s.host, "endpoint": s.http_endpoint, "instance": ""}
+        for s, yes in zip(services, alive, strict=True)
+        if yes
+    ]
+
+
+def _unique(services: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return list({(s["host"], s["pid"], s["name"]): s for s in services}.values())
+
+
+def show(status: dict[str, Any], console: Console) -> None:
+    """Prints the status as tables."""
+    revision = status["revision"]
+    console.print(f"rank table {revision['table_epoch']}/{revision['n']} of {status['bootstrap']}")
+    ranks = Table("instance", "role", "dp.cp.tp", "state", "health", "endpoint", "pid", "engine", "running", "queued")
+    kv = Table("instance", *_KV, "incarnation", "up for", title="KV blocks", title_justify="left")
+    pairs = Table("instance", "peer", "transport", "why", "up", "MB", "GB/s", "failures", title="Transfer pairs",
+                  title_justify="left")  # fmt: skip
+    for r in status["ranks"]:
+        place = f"{r['dp']}.{r['cp']}.{r['tp']}"
+        numbers = [str(n) for n in (r["pid"], r["engine_pid"], r["load"]["running"], r["load"]["queued"])]
+        ranks.add_row(r["instance"], r["role"], place, r["state"], r["health"], r["endpoint"], *numbers)
+        blocks = [str(r["kv"][name]) for name in _KV]
+        kv.add_row(r["instance"], *blocks, str(r["incarnation"]), f"{r['uptime_seconds']:.0f} s")
+        for p in r["pairs"]:
+            rate = f"{p['bytes'] / p['seconds'] / 1e9:.2f}" if p["seconds"] > 0 else "-"
+            up = "yes" if p["up"] else "no"
+            amount = f"{p['bytes'] / 1e6:.1f}"
+            pairs.add_row(
+                r["instance"], p["peer_instance"], p["transport"], p["reason"], up, amount, rate, str(p["failures"])
+            )
+    services = Table("service", "instance", "pid", "host", "address", title="Processes", title_justify="left")
+    for s in status["services"]:
+        services.add_row(s["name"], s["instance"], str(s["pid"]), s["host"], s["endpoint"])
+    for table in (ranks, kv, pairs, services):
+        if table.row_count:
+            console.print(table)
+    for r in status["ranks"]:
+        if not r["answers"]:
+            console.print(f"{r['instance']} does not answer: {r['error']}")

@@ -1,0 +1,132 @@
+"""The prefill half of a decode session: one Prefill stream, relayed into frames of the session.
+
+    run()          opens the stream, turns Started, FirstToken and Delivered into LegStarted, LegToken and
+                   LegDelivered; whatever ends it before it is done becomes LegFailed, once
+    send_ticket()  writes the engine's ticket onto the stream, after Started
+    cancel()       cancels the stream at once; prefill aborts its session
+
+Failures keep what the prefill worker said of them: code, reason, retryable; the leg is prefill unless
+the worker named another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import grpc
+
+from engine_core.host import frames
+from engine_core.types.errors import InternalError, Leg, PdmeshError, PeerFailedError
+from engine_core.types.kv import Ticket
+from pdmesh.prefill.v1 import prefill_service_pb2, prefill_service_pb2_grpc
+from services.runtime.channels import ChannelPool
+from services.runtime.errors import from_rpc_error, to_error_info
+from services.wire.bootstrap import RankRow
+from services.wire.generation import seconds_left, spec_to_proto, timings_from_proto
+from services.wire.transfer import shard_counts_from_proto, ticket_to_proto
+from services.worker.identity import WorkerIdentity
+from services.worker.session_handle import SessionHandle
+
+_Call = grpc.aio.StreamStreamCall[prefill_service_pb2.PrefillRequest, prefill_service_pb2.PrefillResponse]
+
+
+class PrefillLeg:
+    """One prefill stream. run() is a task of the session's; the rest is called from the session's own."""
+
+    def __init__(
+        self,
+        opened: frames.Open,
+        handle: SessionHandle,
+        identity: WorkerIdentity,
+        target: RankRow,
+        channels: ChannelPool,
+    ) -> None:
+        self._opened, self._handle, self._identity = opened, handle, identity
+        self._target, self._channels = target, channels
+        self._call: _Call | None = None
+        self._cancelled = False
+
+    async def run(self) -> None:
+        """Until the stream has ended. Raises nothing but CancelledError."""
+        try:
+            with self._channels.use(self._target.endpoint) as channel:
+                await self._relay(prefill_service_pb2_grpc.PrefillServiceStub(channel))
+        except PdmeshError as exc:
+            if exc.leg is Leg.UNKNOWN:
+                exc.leg = Leg.PREFILL
+            exc.peer_incarnation = exc.peer_incarnation or self._target.incarnation
+            self._handle.send(frames.LegFailed(session=self._handle.session, error=to_error_info(exc)))
+        finally:
+            self.cancel()
+
+    async def send_ticket(self, ticket: Ticket) -> None:
+        """Writes the ticket. A stream that is over says so in run(); here that is no error."""
+        if self._call is None or self._cancelled:
+            return
+        try:
+            await self._call.write(prefill_service_pb2.PrefillRequest(ticket=ticket_to_proto(ticket)))
+            await self._call.done_writing()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return
+
+    def cancel(self) -> None:
+        """Ends the stream from this side; a no-op when it has ended."""
+        self._cancelled = True
+        if self._call is not None and not self._call.done():
+            self._call.cancel()
+
+    async def _relay(self, stub: Any) -> None:
+        spec = self._opened.spec
+        self._call = call = stub.Prefill(timeout=seconds_left(spec.deadline, Leg.PREFILL))
+        request = prefill_service_pb2.OpenPrefill(
+            request=spec_to_proto(spec, self._identity.fingerprint),
+            prefill_incarnation=self._target.incarnation,
+            decode_incarnation=self._identity.incarnation,
+            without_transfer=self._opened.without_transfer,
+            link_id=self._opened.link_id,
+        )
+        done = False
+        try:
+            with contextlib.suppress(asyncio.InvalidStateError):  # over already: reading says why
+                await call.write(prefill_service_pb2.PrefillRequest(open=request))
+                if self._opened.without_transfer:
+                    await call.done_writing()
+            async for message in call:
+                done = self._take(message) or done
+        except grpc.aio.AioRpcError as exc:
+            raise from_rpc_error(exc, Leg.PREFILL) from exc
+        if not done:
+            raise PeerFailedError("prefill ended its stream before it was done", leg=Leg.PREFILL)
+
+    def _take(self, message: prefill_service_pb2.PrefillResponse) -> bool:
+        """Relays one message; True when nothing more has to come."""
+        session = self._handle.session
+        match message.WhichOneof("message"):
+            case "started":
+                self._handle.send(frames.LegStarted(session=session))
+            case "first_token":
+                token = message.first_token
+                self._handle.send(
+                    frames.LegToken(
+                        session=session,
+                        token_id=token.token_id,
+                        cached_tokens=token.cached_tokens,
+                        timings=timings_from_proto(token.timings),
+                    )
+                )
+                return self._opened.without_transfer
+            case "delivered":
+                done = message.delivered
+                self._handle.send(
+                    frames.LegDelivered(
+                        session=session,
+                        shards=shard_counts_from_proto(list(done.shards), "delivered.shards"),
+                        timings=timings_from_proto(done.timings),
+                    )
+                )
+                return True
+            case other:
+                raise InternalError(f"prefill sent a message of unknown kind {other}", leg=Leg.PREFILL)
+        return False

@@ -1,0 +1,131 @@
+"""The router's side of one request: plans a pair, tries again before token 1, resumes after it where the
+scenario says so, cancels, gives up at the deadline. Each token is compared with the truth at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engine_core.host import frames
+from engine_core.types.ids import SessionId
+from engine_core.types.request import Finish, FinishReason, GenerateSpec
+from tests.support.explorer.scenario import Ask
+from tests.support.explorer.shells import Generate
+from tests.support.explorer.symbols import Violation, stop_tokens
+from tests.support.explorer.wires import OK, Call
+
+if TYPE_CHECKING:
+    from tests.support.explorer.world import World
+
+MAX_ATTEMPTS = 8
+GRACE = 2.0
+"""Seconds that the router waits for the workers' own deadline before it gives up itself."""
+
+
+class Journey:
+    """One request of a user."""
+
+    def __init__(self, world: World, room: int, ask: Ask, pair: tuple[int, int] | None = None) -> None:
+        self.world, self.room, self.ask, self.pair = world, room, ask, pair
+        self.arrival_ms = room
+        self.deadline = world.clock.now + ask.deadline_after
+        self.tokens: list[int] = []
+        self.attempt = -1
+        self.call: Call | None = None
+        self.outcome: str | None = None
+        self.error: frames.ErrorInfo | None = None
+        self.retry_at: float | None = world.clock.now
+
+    @property
+    def over(self) -> bool:
+        """True once the user knows how it ended."""
+        return self.outcome is not None
+
+    def start_attempt(self) -> None:
+        """Plans a pair and opens the stream."""
+        self.retry_at = None
+        self.attempt += 1
+        world = self.world
+        prefill, decode = self.pair or world.place()
+        spec = GenerateSpec(
+            session=SessionId(self.room, self.attempt),
+            request_id=f"req-{self.room}",
+            prompt_token_ids=self.ask.prompt,
+            sampling=self.ask.sampling,
+            arrival_ms=self.arrival_ms,
+            deadline=self.deadline,
+            emitted_token_ids=tuple(self.tokens),
+            cache_salt=self.ask.salt,
+        )
+        target = None if world.scenario.mixed else (prefill, world.known_prefill(prefill))
+        self.call = world.call(f"generate {spec.session}", world.router, world.decode_at(decode), self)
+        self.call.write(Generate(spec, world.known_decode(decode), target))
+
+    def cancel(self, outcome: str = "cancelled") -> None:
+        """The user goes away, or the router gives up."""
+        self.outcome = outcome
+        self.retry_at = None
+        if self.call is not None:
+            self.call.cancel()
+            self.call = None
+
+    def on_message(self, call: Call, message: Any) -> None:
+        """Tokens of one step, or the finish."""
+        if call is not self.call:
+            return
+        first = message.first_index
+        if first != len(self.tokens):
+            raise Violation(f"room {self.room}: tokens from {first}, {len(self.tokens)} are here: a gap or an overlap")
+        truth = self.world.truths[self.room].output
+        self.tokens += message.token_ids
+        if tuple(self.tokens) != truth[: len(self.tokens)]:
+            raise Violation(f"room {self.room}: wrong text {self.tokens}, right is {truth}")
+        if message.finish is not None:
+            self._finish(message.finish)
+
+    def _finish(self, finish: Finish) -> None:
+        truth = self.world.truths[self.room].output
+        if finish.reason is FinishReason.PREEMPTED:
+            return
+        if tuple(self.tokens) != truth:
+            raise Violation(f"room {self.room}: {finish.reason} after {self.tokens}, right is {truth}")
+        stopped = truth[-1] in stop_tokens(self.ask.sampling) and len(truth) > self.ask.sampling.min_tokens
+        right = FinishReason.STOP if stopped else FinishReason.LENGTH
+        if finish.reason is not right:
+            raise Violation(f"room {self.room}: finish {finish.reason}, right is {right}")
+        self.outcome = "done"
+
+    def on_end(self, call: Call, status: str, detail: Any) -> None:
+        """The stream is over."""
+        if call is not self.call:
+            return
+        self.call = None
+        if self.over:
+            return
+        if status == OK:
+            if not self.world.scenario.resume:
+                self.outcome = "preempted"
+            else:
+                self._again()
+            return
+        error = detail if isinstance(detail, frames.ErrorInfo) else None
+        self.error = error
+        if error is not None and error.kind == "InternalError" and not self.world.scenario.damaging:
+            raise Violation(f"room {self.room}: {error}")
+        if error is not None and error.kind == "InvalidRequestError":
+            raise Violation(f"room {self.room}: a request that fits was refused: {error}")
+        retryable = error is None or error.retryable
+        if not retryable or (self.tokens and not self.world.scenario.resume):
+            self.outcome = "error"
+        else:
+            self._again()
+
+    def _again(self) -> None:
+        if self.attempt + 1 >= MAX_ATTEMPTS:
+            self.outcome = "error"
+        else:
+            self.retry_at = self.world.clock.now + 0.01 * 4**self.attempt
+
+    def expire(self) -> None:
+        """Gives up at the deadline."""
+        if not self.over and self.world.clock.now >= self.deadline + GRACE:
+            self.cancel("deadline")

@@ -78,7 +78,9 @@ def test_acquire_twice_is_a_broken_promise(kv: KVCacheManager) -> None:
         kv.acquire(B, text(4), 0, "")
 
 
-@pytest.mark.parametrize(("asked", "found"), [(0, 0), (1, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8), (13, 12), (30, 12)])
+@pytest.mark.parametrize(
+    ("asked", "found"), [(0, 0), (1, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8), (13, 12), (30, 12)]
+)
 def test_a_hit_leaves_at_least_one_token_to_compute(kv: KVCacheManager, asked: int, found: int) -> None:
     cache(kv, text(14))
     assert kv.lookup(text(asked), "") == found

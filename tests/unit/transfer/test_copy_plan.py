@@ -54,8 +54,9 @@ def cases(draw: st.DrawFn) -> tuple[KvLayout, KvLayout, list[list[int]], list[li
     offsets = [draw(st.integers(0, 40)), draw(st.integers(0, 40))]
     for g in range(draw(st.integers(1, 2))):
         shared = {
-            "layers": draw(st.integers(1, 3)), "head_size": draw(st.integers(1, 3)), "block_size": draw(st.integers(1, 3)),
-            "kv_size": draw(st.integers(1, 2)), "dtype": draw(st.sampled_from(sorted(DTYPE_BYTES))), "group_id": g,
+            "layers": draw(st.integers(1, 3)), "head_size": draw(st.integers(1, 3)), "group_id": g,
+            "block_size": draw(st.integers(1, 3)), "kv_size": draw(st.integers(1, 2)),
+            "dtype": draw(st.sampled_from(sorted(DTYPE_BYTES))),
         }  # fmt: skip
         same = draw(st.booleans())
         order, heads, first = draw(st.sampled_from(ORDERS)), draw(st.integers(1, 4)), draw(st.integers(0, 4))

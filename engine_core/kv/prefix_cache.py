@@ -27,7 +27,8 @@ _TAG = b"pdmesh-kv-1"
 
 def root_digest(fingerprint: str, group_id: int, block_size: int, salt: str) -> bytes:
     """The parent of a chain's first block: 32 bytes that set apart models, cache groups and salts."""
-    prints, salts = fingerprint.encode(), salt.encode()
+    # A lone surrogate in a salt must not end an engine.
+    prints, salts = (text.encode("utf-8", "surrogatepass") for text in (fingerprint, salt))
     head = struct.pack("<QQQQ", len(prints), group_id, block_size, len(salts))
     return hashlib.sha256(_TAG + head + prints + salts).digest()
 

@@ -57,9 +57,9 @@ def test_everything_that_sets_texts_apart_changes_the_root() -> None:
     roots = {
         root_digest(*args)
         for args in [("fp", 0, 16, ""), ("fq", 0, 16, ""), ("fp", 1, 16, ""), ("fp", 0, 32, ""), ("fp", 0, 16, "x"),
-                     ("fpx", 0, 16, ""), ("f", 0, 16, "p")]
+                     ("fpx", 0, 16, ""), ("f", 0, 16, "p"), ("fp", 0, 16, "\ud800"),]
     }  # fmt: skip
-    assert len(roots) == 7
+    assert len(roots) == 8
 
 
 def test_a_changed_token_changes_its_block_and_all_after() -> None:

@@ -57,7 +57,7 @@ def test_everything_that_sets_texts_apart_changes_the_root() -> None:
     roots = {
         root_digest(*args)
         for args in [("fp", 0, 16, ""), ("fq", 0, 16, ""), ("fp", 1, 16, ""), ("fp", 0, 32, ""), ("fp", 0, 16, "x"),
-                     ("fpx", 0, 16, ""), ("f", 0, 16, "p"), ("fp", 0, 16, "\ud800"),]
+                     ("fpx", 0, 16, ""), ("f", 0, 16, "p"), ("fp", 0, 16, "\ud800")]
     }  # fmt: skip
     assert len(roots) == 8
 

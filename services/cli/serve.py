@@ -12,6 +12,7 @@ import shutil
 import socket
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,6 @@ from rich.console import Console
 from rich.text import Text
 
 from engine_core.types.errors import ConfigError, UnavailableError
-from engine_core.types.request import Role
 from services.cli.handshake import Reporter
 from services.cli.model_path import resolve, served_names
 from services.cli.options import add_command
@@ -138,20 +138,30 @@ class Serve:
 
     def _spec(self, kind: ServiceKind, name: str, stop_group: int, **chosen: Any) -> ChildSpec:
         values = self._config.child_values(kind, **chosen)
-        if values.pop("role", None) == Role.DECODE and self._config.aggregated:
-            values["aggregated"] = True
-        arguments: list[str] = [kind]
-        for field, value in values.items():
-            arguments += _flag(field, value)
-        environment = child_environment()
-        if kind in ("prefill", "decode"):
-            # Engines here share the cores: one that waits must not spin on them.
-            environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        return ChildSpec(name, tuple(arguments), stop_group, environment)
+        mixed = kind == "decode" and self._config.aggregated
+        return ChildSpec(name, arguments(kind, values, mixed=mixed), stop_group, environment(kind))
 
     def _say(self, name: str, line: str) -> None:
         colour = self._colour.setdefault(name, _COLOURS[len(self._colour) % len(_COLOURS)])
         self._console.print(Text(f"{name:<{self._width}} | ", style=colour) + Text(line))
+
+
+def arguments(kind: ServiceKind, values: Mapping[str, Any], *, mixed: bool = False) -> tuple[str, ...]:
+    """The command line, after `pdmesh`, of one service with these values by field."""
+    parts: list[str] = [kind, *(["--aggregated"] if mixed else [])]
+    for field, value in values.items():
+        if field != "role":
+            parts += _flag(field, value)
+    return tuple(parts)
+
+
+def environment(kind: ServiceKind) -> dict[str, str]:
+    """The environment of a service that shares this machine with others."""
+    inherited = child_environment()
+    if kind in ("prefill", "decode"):
+        # Engines share the cores: one that waits must not spin on them.
+        inherited.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    return inherited
 
 
 def _flag(field: str, value: Any) -> list[str]:

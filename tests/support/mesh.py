@@ -1,0 +1,299 @@
+"""Whole meshes of real processes for tests, started through the command line.
+
+    async with Mesh(model_dir, prefill=1, decode=2, options={"kv_tokens": 1024}) as mesh:
+        answer = await client.post(f"{mesh.url}/v1/completions", json=...)
+        mesh.kill("prefill-0")                          # the service process; engine=True: its engine
+        await mesh.gone("prefill-0"); await mesh.start("prefill-0")
+
+Processes are "bootstrap", "router", "prefill-0", "decode-0", …; options go to every process that knows
+them, `overrides` to one kind or one process. Readiness comes by the handshake. A killed process stays
+down until start(); its port is kept. Leaving the block asserts conservation on every live worker (see
+quiet()), ends all processes, and asserts that each one ended by itself; after a failed test it prints the
+status and each process's last lines instead.
+
+For a mesh that a module's tests share, fixture and tests need one loop:
+    pytestmark = pytest.mark.asyncio(loop_scope="module")
+    @pytest_asyncio.fixture(scope="module", loop_scope="module")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import tempfile
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from engine_core.types.errors import UnavailableError
+from services.cli import explain as explain_command
+from services.cli import status as status_command
+from services.cli.serve import arguments, environment
+from services.cli.supervisor import Child, ChildSpec, Exit
+from services.config import ServeConfig, ServiceKind
+from services.runtime.tasks import TaskOwner
+
+START_TIMEOUT = 90.0
+STOP_TIMEOUT = 20.0
+KEPT_LINES = 400
+TEST_DEFAULTS: Mapping[str, Any] = {"threads": 1, "kv_memory_mb": 64, "drain_timeout": 5.0}
+"""Small enough for many meshes on two cores; `options` overrides it."""
+
+
+class Mesh:
+    """One mesh; use it as an async context manager."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        mixed: int = 0,
+        router: bool = True,
+        options: Mapping[str, Any] | None = None,
+        overrides: Mapping[str, Mapping[str, Any]] | None = None,
+        check_conservation: bool = True,
+    ) -> None:
+        self.model = str(model)
+        self.check_conservation = check_conservation
+        """May be set to False by a test that leaves a process stopped on purpose."""
+        passed = {**TEST_DEFAULTS, **(options or {})}
+        own = {n: passed.pop(n) for n in list(passed) if n in ServeConfig.model_fields}
+        self._config = ServeConfig(model=self.model, options=passed, **own)
+        self._overrides = dict(overrides or {})
+        self._kinds: dict[str, ServiceKind] = {f"prefill-{i}": "prefill" for i in range(prefill)}
+        self._kinds |= {f"decode-{i}": "decode" for i in range(decode)}
+        self._kinds |= {f"mixed-{i}": "decode" for i in range(mixed)}
+        self._with_router = router
+        self._children: dict[str, Child] = {}
+        self._exits: dict[str, Exit] = {}
+        self._lives: dict[str, asyncio.Task[None]] = {}
+        self._ports: dict[str, int] = {}
+        self._lines: dict[str, deque[str]] = {}
+        self._killed: set[str] = set()
+        self._tasks = TaskOwner("mesh")
+        self._sockets = ""
+
+    # ---- life ---------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Mesh:
+        self._sockets = tempfile.mkdtemp(prefix="pdmesh-test-")
+        try:
+            await self.start("bootstrap")
+            names = [*self._kinds, *(["router"] if self._with_router else [])]
+            await asyncio.gather(*(self.start(name) for name in names))
+            if self._with_router:
+                await self.until_ready()
+        except BaseException:
+            self._print_lines()
+            await self._end(quick=True)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if exc is None and self.check_conservation:
+                await self.quiet()
+        except BaseException:
+            await self._print_state()
+            await self._end(quick=True)
+            raise
+        if exc is not None:
+            await self._print_state()
+        await self._end(quick=exc is not None)
+        if exc is None:
+            bad = {n: e.reason for n, e in self._exits.items() if e.code != 0 and n not in self._killed}
+            assert not bad, f"processes did not end cleanly: {bad}"
+
+    async def start(self, name: str) -> None:
+        """Starts one process, or starts it again on its port, and waits until it is ready."""
+        assert name not in self._children or self._children[name].gone.is_set(), f"{name} runs"
+        self._killed.discard(name)
+        self._exits.pop(name, None)
+        lines = self._lines.setdefault(name, deque(maxlen=KEPT_LINES))
+        child = Child(self._spec(name), lambda _n, line: lines.append(line), silence=1e6, start_timeout=START_TIMEOUT)
+        self._children[name] = child
+
+        async def live() -> None:
+            self._exits[name] = await child.run_once()
+
+        running = self._lives[name] = self._tasks.spawn(live(), name)
+        ready = self._tasks.spawn(child.ready.wait(), f"{name} ready")
+        await asyncio.wait({running, ready}, timeout=START_TIMEOUT, return_when=asyncio.FIRST_COMPLETED)
+        if not child.ready.is_set():
+            ready.cancel()
+            end = self._exits[name].reason if name in self._exits else "not ready in time"
+            raise AssertionError(f"{name} did not start: {end}\n" + "\n".join(lines))
+        self._ports[name] = int(str(child.info["endpoint"]).rpartition(":")[2])
+
+    async def until_ready(self, timeout: float = START_TIMEOUT) -> None:
+        """Waits until the router answers 200 on /readiness."""
+        last = ""
+        async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client, asyncio.timeout(timeout):
+            while True:
+                try:
+                    answer = await client.get(f"{self.url}/readiness")
+                    if answer.status_code == 200:
+                        return
+                    last = answer.text
+                except httpx.HTTPError as exc:
+                    last = str(exc)
+                assert "router" not in self._exits, f"router ended: {last}"
+                await asyncio.sleep(0.05)
+
+    # ---- places -------------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """The router's address, without /v1."""
+        return f"http://127.0.0.1:{self._ports['router']}"
+
+    @property
+    def base_url(self) -> str:
+        """What an OpenAI client takes."""
+        return f"{self.url}/v1"
+
+    @property
+    def bootstrap(self) -> str:
+        """Bootstrap's host:port."""
+        return f"127.0.0.1:{self._ports['bootstrap']}"
+
+    def endpoint(self, name: str) -> str:
+        """host:port of one process."""
+        return f"127.0.0.1:{self._ports[name]}"
+
+    def pid(self, name: str) -> int:
+        """The service process's id; 0 when it is down."""
+        return self._children[name].pid
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Ids of the service processes that run, by name."""
+        return {name: child.pid for name, child in self._children.items() if child.pid}
+
+    def lines(self, name: str) -> list[str]:
+        """The last lines that a process has written, of all its lives."""
+        return list(self._lines[name])
+
+    # ---- questions ----------------------------------------------------------------------------------
+
+    async def status(self) -> dict[str, Any]:
+        """What `pdmesh status --json` prints."""
+        return await status_command.collect(self.bootstrap, 5.0)
+
+    async def rank(self, name: str) -> dict[str, Any]:
+        """One worker's entry in the status."""
+        return next(rank for rank in (await self.status())["ranks"] if rank["instance"] == name)
+
+    async def explain(self, request_id: str) -> dict[str, Any]:
+        """What `pdmesh explain --json` prints."""
+        return await explain_command.collect(self.bootstrap, request_id, 5.0)
+
+    async def quiet(self, within: float = 10.0) -> None:
+        """Waits until every live worker has free + cached = total and no session, stream or task.
+
+        Raises AssertionError with what was left after `within` seconds.
+        """
+        deadline = asyncio.get_running_loop().time() + within
+        while True:
+            left = await self._unquiet()
+            if not left:
+                return
+            assert asyncio.get_running_loop().time() < deadline, f"not quiet after {within:g} s: {json.dumps(left)}"
+            await asyncio.sleep(0.05)
+
+    async def _unquiet(self) -> list[dict[str, Any]]:
+        workers = {name for name in self._kinds if self.pid(name)}
+        if not workers:
+            return []
+        if not self.pid("bootstrap"):
+            return [{"bootstrap": "is down: start it before the mesh ends"}]
+        try:
+            ranks = {rank["instance"]: rank for rank in (await self.status())["ranks"]}
+        except UnavailableError as exc:
+            return [{"bootstrap": str(exc)}]
+        left: list[dict[str, Any]] = []
+        for name in sorted(workers):
+            rank = ranks.get(name)
+            if rank is None or not rank["answers"] or rank["pid"] != self.pid(name):
+                left.append({"instance": name, "answers": False})
+                continue
+            kv = rank["kv"]
+            busy = {n: rank[n] for n in ("sessions", "streams", "tasks") if rank[n]}
+            if busy or kv["free"] + kv["cached"] != kv["total"] or not kv["total"]:
+                left.append({"instance": name, "kv": kv, **busy})
+        return left
+
+    # ---- faults -------------------------------------------------------------------------------------
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Sends a signal to a service process."""
+        if number not in (signal.SIGSTOP, signal.SIGCONT):
+            self._killed.add(name)
+        os.kill(self._children[name].pid, number)
+
+    async def kill_engine(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Sends a signal to a worker's engine process."""
+        if number not in (signal.SIGSTOP, signal.SIGCONT):
+            self._killed.add(name)
+        os.kill((await self.rank(name))["engine_pid"], number)
+
+    async def gone(self, name: str, within: float = 30.0) -> Exit:
+        """Waits until a process has ended; says how."""
+        async with asyncio.timeout(within):
+            await asyncio.shield(self._lives[name])
+        return self._exits[name]
+
+    # ---- inside -------------------------------------------------------------------------------------
+
+    def _spec(self, name: str) -> ChildSpec:
+        kind: ServiceKind = self._kinds.get(name) or ("router" if name == "router" else "bootstrap")
+        chosen: dict[str, Any] = {"port": self._ports.get(name, 0)}
+        if kind != "bootstrap":
+            chosen["bootstrap"] = self.bootstrap
+        if kind in ("prefill", "decode"):
+            chosen |= {"instance": name, "socket_dir": self._sockets}
+        values = self._config.child_values(kind, **chosen)
+        values |= dict(self._overrides.get(kind, {})) | dict(self._overrides.get(name, {}))
+        return ChildSpec(name, arguments(kind, values, mixed=name.startswith("mixed")), 0, environment(kind))
+
+    async def _end(self, *, quick: bool) -> None:
+        order = [["router"], list(self._kinds), ["bootstrap"]]
+        for names in order:
+            children = [self._children[n] for n in names if n in self._children]
+            for child in children:
+                child.signal(signal.SIGCONT)
+                child.signal(signal.SIGKILL if quick else signal.SIGTERM)
+            waits = [asyncio.wait_for(child.gone.wait(), STOP_TIMEOUT) for child in children]
+            late = [
+                c
+                for c, r in zip(children, await asyncio.gather(*waits, return_exceptions=True), strict=True)
+                if r is not True
+            ]
+            for child in late:
+                child.signal(signal.SIGKILL)
+        await self._tasks.join(10.0)
+        await self._tasks.close()
+        shutil.rmtree(self._sockets, ignore_errors=True)
+
+    async def _print_state(self) -> None:
+        try:
+            print("status:", json.dumps(await self.status()))
+        except (UnavailableError, KeyError) as exc:
+            print("status:", exc)
+        self._print_lines()
+
+    def _print_lines(self) -> None:
+        for name, lines in self._lines.items():
+            end = f" ({self._exits[name].reason})" if name in self._exits else ""
+            print(f"--- {name}{end}", *list(lines)[-40:], sep="\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import signal
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -75,6 +76,25 @@ class TaskOwner:
             _, pending = await asyncio.wait(tasks, timeout=timeout)
             for task in pending:
                 log.error("task %s did not end within %.1f s of its cancel", task.get_name(), timeout)
+
+
+class Backoff:
+    """Waits that double from 0.1 s to `limit`, each between half and the whole of its length."""
+
+    FIRST = 0.1
+
+    def __init__(self, rng: random.Random, limit: float = 2.0) -> None:
+        self._rng, self._limit, self._next = rng, limit, self.FIRST
+
+    def reset(self) -> None:
+        """Starts over after a success."""
+        self._next = self.FIRST
+
+    def next(self) -> float:
+        """Seconds to wait before the next try."""
+        wait = self._next * (0.5 + 0.5 * self._rng.random())
+        self._next = min(self._next * 2, self._limit)
+        return wait
 
 
 class Stop:

@@ -52,7 +52,7 @@ PARTS = {"model": "echo", "tokenizer": "tok", "block_size": str(BLOCK)}
 
 def command(**script: Any) -> tuple[str, ...]:
     """The command line of a fake. Keys: journal, socket, parts, startup_error, ready_delay, stats_every,
-    link_error, ignore_shutdown."""
+    link_error, ignore_shutdown, drop (links are dropped while that file exists)."""
     return (sys.executable, str(Path(__file__).resolve()), "--script", json.dumps(script))
 
 
@@ -97,6 +97,8 @@ class FakeEngine:
             for key, _ in self._selector.select(timeout=0.002 if self._decoding() else every):
                 key.data(key.fileobj)
             self._step()
+            if self._links and os.path.exists(self._script.get("drop", "")):
+                self._drop_links()
             if self._instance and time.monotonic() >= due:
                 due = time.monotonic() + every
                 self._send(self._stats())
@@ -333,14 +335,20 @@ class FakeEngine:
 
         def gone(_: Any) -> None:
             if not link.recv(1):
-                self._selector.unregister(link)
-                link.close()
-                self._links.pop(up.link_id, None)
-                self._pairs.pop(up.link_id, None)
-                self._send(frames.LinkDown(up.link_id, up.peer_incarnation, "peer closed"))
+                self._down(up.link_id, "peer closed")
 
         self._selector.register(link, selectors.EVENT_READ, gone)
         self._send(up)
+
+    def _drop_links(self) -> None:
+        for link_id in list(self._links):
+            self._down(link_id, "dropped")
+
+    def _down(self, link_id: int, reason: str) -> None:
+        link, up = self._links.pop(link_id), self._pairs.pop(link_id)
+        self._selector.unregister(link)
+        link.close()
+        self._send(frames.LinkDown(up.link_id, up.peer_incarnation, reason))
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from engine_core.types.sampling import SamplingParams
 from services.worker.engine_client import EngineClient
 from services.worker.session_handle import MAX_ITEMS, SessionHandle
 from tests.support import fake_engine
+from tests.support.worker_pair import until
 
 PROMPT = (11, 12, 13)
 
@@ -36,12 +37,6 @@ def spec(room: int = 1, request_id: str = "", max_tokens: int = 5) -> GenerateSp
         arrival_ms=1,
         deadline=time.monotonic() + 60,
     )
-
-
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

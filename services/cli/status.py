@@ -86,6 +86,9 @@ async def collect(bootstrap: str, timeout: float) -> dict[str, Any]:
     ]
     known = {(w["host"], w["pid"]) for w in workers}
     others = [s for s in routers if (s["host"], s["pid"]) not in known]
+    for service in others:
+        if service["name"] == "bootstrap":
+            service["endpoint"] = bootstrap
     revision = {"table_epoch": table.revision.table_epoch, "n": table.revision.n}
     return {"bootstrap": bootstrap, "revision": revision, "ranks": ranks, "services": _unique(others + workers)}
 

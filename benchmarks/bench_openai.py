@@ -40,7 +40,8 @@ import math
 import random
 import sys
 import time
-from typing import Any, Optional, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import aiohttp
 
@@ -73,14 +74,14 @@ class Result:
     """What one request gave. Times are in seconds."""
 
     ok: bool = False
-    error: Optional[str] = None
+    error: str | None = None
     latency: float = 0.0
-    ttft: Optional[float] = None
+    ttft: float | None = None
     gaps: list = dataclasses.field(default_factory=list)
     chunks: int = 0
     span: float = 0.0  # first text chunk to last text chunk
-    prompt_tokens: Optional[int] = None
-    output_tokens: Optional[int] = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
 
     def tokens(self) -> int:
         return self.chunks if self.output_tokens is None else self.output_tokens
@@ -104,7 +105,7 @@ def make_prompt(n_words: int, seed: str, shared_words: int = 0) -> str:
     return " ".join(words)
 
 
-def percentile(values: Sequence[float], q: float) -> Optional[float]:
+def percentile(values: Sequence[float], q: float) -> float | None:
     """The q-th percentile (0..100), linear between the two nearest ranks."""
     if not values:
         return None
@@ -177,7 +178,7 @@ class Client:
             {k: v for k, v in full.items() if k != "stream_options"},
             {},
         ]
-        last: Optional[str] = None
+        last: str | None = None
         for fields in attempts:
             self.optional = fields
             result = await self.stream(prompt, 2)
@@ -231,7 +232,7 @@ class Client:
             if not out.chunks and not out.output_tokens:
                 raise RuntimeError("the stream ended without a token")
             out.ok = True
-        except asyncio.TimeoutError:
+        except TimeoutError:
             out.error = f"timed out after {self.args.timeout:g} s"
         except (aiohttp.ClientError, Rejected, RuntimeError, ValueError, OSError) as exc:
             text = str(exc)
@@ -341,7 +342,7 @@ def json_object(text: str) -> dict:
     return value
 
 
-def parse_args(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--base-url", default="http://127.0.0.1:8000/v1", help="with /v1 (default %(default)s)")
@@ -370,11 +371,11 @@ def parse_args(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     try:
         result = asyncio.run(bench(args))
-    except (aiohttp.ClientError, Rejected, RuntimeError, OSError, asyncio.TimeoutError) as exc:
+    except (TimeoutError, aiohttp.ClientError, Rejected, RuntimeError, OSError) as exc:
         print(f"bench_openai: {type(exc).__name__}: {exc}", file=sys.stderr)
         return 2
     print(json.dumps(result), flush=True)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import subprocess
 import sys
 import time
@@ -40,16 +39,6 @@ logger = logging.getLogger(__name__)
 SOFT_WRITE_LIMIT = 32 * 1024 * 1024
 HARD_WRITE_LIMIT = 256 * 1024 * 1024
 REAP_SECONDS = 5.0
-
-# PR_SET_PDEATHSIG survives exec; set by a tiny first program because code run between fork and exec
-# is unsafe in a process with threads. The parent may be gone before the call: then getppid differs.
-_DIE_WITH_PARENT = (
-    "import ctypes,os,sys\n"
-    "if sys.platform=='linux':\n"
-    " ctypes.CDLL(None).prctl(1,9,0,0,0)\n"
-    " if os.getppid()!=int(sys.argv[1]): sys.exit(1)\n"
-    "os.execv(sys.argv[2],sys.argv[2:])\n"
-)
 
 LinkListener = Callable[[LinkUp | LinkDown], None]
 MovesListener = Callable[[tuple[Move, ...]], None]
@@ -138,10 +127,9 @@ class EngineClient:
         return ready
 
     def _spawn(self, fd: int) -> subprocess.Popen[bytes]:
-        launcher = (sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()))
         # Its own session: a Ctrl-C in the terminal drains the service process; the engine follows that.
         return subprocess.Popen(
-            [*launcher, *self._command, "--fd", str(fd)],
+            [*self._command, "--fd", str(fd)],
             pass_fds=(fd,),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -215,6 +203,11 @@ class EngineClient:
     def pid(self) -> int:
         """Process id of the engine; 0 before start."""
         return self._process.pid if self._process is not None else 0
+
+    @property
+    def leg(self) -> Leg:
+        """Which leg of a request runs in this engine."""
+        return self._leg
 
     @property
     def death(self) -> str | None:

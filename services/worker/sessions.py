@@ -7,6 +7,7 @@ have ended are remembered, the last ROOMS_KEPT of them, so that a late duplicate
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from types import TracebackType
 
@@ -59,6 +60,8 @@ class SessionTable:
         self._draining = ""
         self._idle = asyncio.Event()
         self._idle.set()
+        self.idle_since = time.monotonic()
+        """time.monotonic() at which the last stream ended."""
         self.opened = self.fenced = self.refused = 0
 
     def __len__(self) -> int:
@@ -109,6 +112,7 @@ class SessionTable:
             del self._newest[scope.session.room]
         if not self._live:
             self._idle.set()
+            self.idle_since = time.monotonic()
 
     def drain(self, why: str) -> None:
         """Refuses new sessions from now on."""

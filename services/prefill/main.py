@@ -1,0 +1,49 @@
+"""A prefill worker's service process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import grpc
+
+from engine_core.types.errors import Leg
+from pdmesh.prefill.v1 import prefill_service_pb2_grpc
+from pdmesh.transfer.v1 import transfer_service_pb2_grpc
+from services.config import WorkerConfig
+from services.prefill.links import PrefillLinks
+from services.prefill.servicer import PrefillServicer
+from services.prefill.transfer_servicer import TransferServicer
+from services.runtime.tasks import Stop
+from services.worker.build import WorkerParts, run_worker
+from services.worker.late import LateServicer
+
+
+class PrefillServices:
+    """PrefillService and TransferService."""
+
+    names = ("pdmesh.prefill.v1.PrefillService", "pdmesh.transfer.v1.TransferService")
+
+    def __init__(self) -> None:
+        self._prefill, self._transfer = LateServicer(Leg.PREFILL), LateServicer(Leg.PREFILL)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Adds both; they refuse until connect()."""
+        prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(self._prefill, server)
+        transfer_service_pb2_grpc.add_TransferServiceServicer_to_server(self._transfer, server)
+
+    def connect(self, parts: WorkerParts) -> None:
+        """The engine is ready."""
+        links = PrefillLinks(parts.engine, parts.tasks, parts.config.connect_timeout)
+
+        def parts_of(incarnation: int) -> Mapping[str, str]:
+            row = parts.watcher.roster.find_incarnation(incarnation)
+            return row.instance.fingerprint_parts if row is not None else {}
+
+        self._prefill.set(PrefillServicer(parts.engine, parts.identity, parts.sessions, links, parts.session_tasks))
+        self._transfer.set(TransferServicer(parts.engine, parts.identity, links, parts_of))
+
+
+async def run(config: WorkerConfig, stop: Stop, on_ready: Callable[[dict[str, Any]], None]) -> None:
+    """Runs a prefill worker to its end; see run_worker."""
+    await run_worker(config, stop, on_ready, PrefillServices())

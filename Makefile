@@ -7,6 +7,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+TORCH_THERE := $(VENV)/.torch-stamp
 RUNTIME := $(VENV)/.runtime-stamp
 DEV := $(VENV)/.dev-stamp
 BENCH := $(VENV)/.bench-stamp
@@ -14,7 +15,7 @@ BUF := node_modules/.package-lock.json
 NOT_HERE := not cuda and not npu
 
 .DEFAULT_GOAL := help
-.PHONY: help serve demo test test-slow check bench protos format clean
+.PHONY: help serve test test-slow check bench protos format clean
 
 help:
 	@echo "make serve      start the whole mesh with the demo model on port $(PORT)"
@@ -28,14 +29,18 @@ $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pdmesh needs Python 3.11 or later")'
 	$(PYTHON) -m venv $(VENV)
 
-$(RUNTIME): $(VENV)/bin/python pyproject.toml constraints.txt
+$(TORCH_THERE): | $(VENV)/bin/python
 	$(PIP) $(TORCH)
+	@touch $@
+
+$(RUNTIME): $(TORCH_THERE) pyproject.toml constraints.txt
 	$(PIP) --editable . --constraint constraints.txt
 	@touch $@
 
-$(DEV): $(RUNTIME)
+# Holds the runtime too: a fresh clone that goes straight to the tests installs once.
+$(DEV): $(TORCH_THERE) pyproject.toml constraints.txt
 	$(PIP) --editable '.[dev]' --constraint constraints.txt
-	@touch $@
+	@touch $(RUNTIME) $@
 
 $(BENCH): $(DEV)
 	$(PIP) --editable '.[bench]' --constraint constraints.txt
@@ -45,16 +50,16 @@ $(BUF): package.json package-lock.json
 	npm ci --silent
 	@touch $@
 
-demo: $(RUNTIME)
+serve: $(RUNTIME)
 	$(BIN)/pdmesh model fetch demo
-
-serve: demo
 	exec $(BIN)/pdmesh serve --model demo --port $(PORT)
 
-test: $(DEV) demo
+test: $(DEV)
+	$(BIN)/pdmesh model fetch demo
 	$(BIN)/python -m pytest -q -m "not slow and $(NOT_HERE)"
 
-test-slow: $(DEV) demo
+test-slow: $(DEV)
+	$(BIN)/pdmesh model fetch demo
 	$(BIN)/python -m pytest -q -m "$(NOT_HERE)"
 
 check: $(DEV) $(BUF)
@@ -65,7 +70,8 @@ check: $(DEV) $(BUF)
 	npx --no-install buf lint
 	$(BIN)/python protos/generate.py --check
 
-bench: $(BENCH) demo
+bench: $(BENCH)
+	$(BIN)/pdmesh model fetch demo
 	$(BIN)/python benchmarks/run.py
 
 protos: $(DEV)

@@ -24,7 +24,9 @@ MODEL_LOADERS: Mapping[str, str] = MappingProxyType(
     {"default": "models.loader:DefaultModelLoader", "dummy": "models.loader:DummyModelLoader"}
 )
 
-LINEAR_BACKENDS: Mapping[str, str] = MappingProxyType({"torch": "models.layers.linear:TorchLinear"})
+LINEAR_BACKENDS: Mapping[str, str] = MappingProxyType(
+    {"torch": "models.layers.linear:TorchLinear", "native": "models.layers.native_linear:NativeLinear"}
+)
 
 ATTENTION_BACKENDS: Mapping[str, str] = MappingProxyType(
     {

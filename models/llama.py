@@ -26,14 +26,14 @@ from models.weights import WeightTable
 class DecoderLayer:
     """One layer: parameters and nothing else."""
 
-    __slots__ = ("down", "gate_up", "input_norm", "k_norm", "o", "post_norm", "q_norm", "qkv")
+    __slots__ = ("down", "gated", "input_norm", "k_norm", "o", "post_norm", "q_norm", "qkv")
 
     def __init__(
-        self, *, qkv: LinearGroup, o: Linear, gate_up: LinearGroup, down: Linear,
+        self, *, qkv: LinearGroup, o: Linear, gated: Linear, down: Linear,
         input_norm: torch.Tensor, post_norm: torch.Tensor,
         q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.qkv, self.o, self.gate_up, self.down = qkv, o, gate_up, down
+        self.qkv, self.o, self.gated, self.down = qkv, o, gated, down
         self.input_norm, self.post_norm = input_norm, post_norm
         self.q_norm, self.k_norm = q_norm, k_norm
 
@@ -105,7 +105,9 @@ class LlamaForCausalLM:
         return DecoderLayer(
             qkv=self._linears.group([table.parameter(f"{at}{n}_proj") for n in "qkv"]),
             o=self._linears.single(table.parameter(at + "o_proj")),
-            gate_up=self._linears.group([table.parameter(mlp + "gate_proj"), table.parameter(mlp + "up_proj")]),
+            gated=self._linears.gated(
+                table.parameter(mlp + "gate_proj"), table.parameter(mlp + "up_proj"), self._ops
+            ),
             down=self._linears.single(table.parameter(mlp + "down_proj")),
             input_norm=table.tensor(prefix + "input_layernorm.weight"),
             post_norm=table.tensor(prefix + "post_attention_layernorm.weight"),
@@ -140,14 +142,12 @@ class LlamaForCausalLM:
             v = v.view(tokens, spec.num_kv_heads, spec.head_dim)
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = ops.rms_norm(q, layer.q_norm, eps), ops.rms_norm(k, layer.k_norm, eps)
-            ops.rope_(q, cos, sin)
-            ops.rope_(k, cos, sin)
+            ops.rope_(q, k, cos, sin)
             mixed = attention.forward(i, q, k, v, forward_metadata)
             if i == last and rows.shape[0] < tokens:  # the rest of the last layer concerns sampled rows alone
                 mixed, hidden = mixed.index_select(0, rows), hidden.index_select(0, rows)
             normed = ops.add_rms_norm(hidden, layer.o(mixed), layer.post_norm, eps)
-            gate, up = layer.gate_up(normed)
-            down = layer.down(ops.silu_mul(gate, up))
+            down = layer.down(layer.gated(normed))
             following = self._final_norm if i == last else self._layers[i + 1].input_norm
             normed = ops.add_rms_norm(hidden, down, following, eps)
         return self._lm_head(normed)

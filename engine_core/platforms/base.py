@@ -22,11 +22,11 @@ class DeviceOps(Protocol):
     ) -> torch.Tensor:
         """residual [T, H] += delta [T, H], in place; returns the norm of the sum as a new tensor."""
 
-    def rope_(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Rotates x [T, heads, D] in place by cos, sin [T, D/2] float32; halves are D/2 apart."""
+    def rope_(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Rotates q, k [T, heads, D] in place by cos, sin [T, D/2] float32; halves are D/2 apart."""
 
     def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up, as a new tensor."""
+        """silu(gate) * up; may reuse the memory of gate for what it returns."""
 
 
 class Platform(Protocol):

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from engine_core.platforms.base import DeviceOps
+
 Linear = Callable[[torch.Tensor], torch.Tensor]
 """x [T, in] -> [T, out]."""
 
@@ -25,7 +27,10 @@ class LinearBackend(Protocol):
         """One product."""
 
     def group(self, parameters: Sequence[Parameter]) -> LinearGroup:
-        """Products of one input with several weights (q, k, v or gate, up)."""
+        """Products of one input with several weights (q, k, v)."""
+
+    def gated(self, gate: Parameter, up: Parameter, ops: DeviceOps) -> Linear:
+        """silu(gate(x)) * up(x)."""
 
 
 class TorchLinear:
@@ -38,3 +43,6 @@ class TorchLinear:
     def group(self, parameters: Sequence[Parameter]) -> LinearGroup:
         pairs = tuple(parameters)
         return lambda x: tuple(F.linear(x, weight, bias) for weight, bias in pairs)
+
+    def gated(self, gate: Parameter, up: Parameter, ops: DeviceOps) -> Linear:
+        return lambda x: ops.silu_mul(F.linear(x, *gate), F.linear(x, *up))

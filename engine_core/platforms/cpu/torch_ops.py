@@ -20,11 +20,11 @@ class TorchOps:
         residual.add_(delta)
         return self.rms_norm(residual, weight, eps)
 
-    def rope_(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        half = x.shape[-1] // 2
-        c, s = cos.unsqueeze(1).to(x.dtype), sin.unsqueeze(1).to(x.dtype)
-        a, b = x[..., :half], x[..., half:]
-        x.copy_(torch.cat((a * c - b * s, b * c + a * s), dim=-1))
+    def rope_(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        c, s = cos.unsqueeze(1).to(q.dtype), sin.unsqueeze(1).to(q.dtype)
+        for x in (q, k):
+            a, b = x.chunk(2, dim=-1)
+            x.copy_(torch.cat((a * c - b * s, b * c + a * s), dim=-1))
 
     def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return F.silu(gate).mul_(up)

@@ -1,0 +1,156 @@
+// Products of few rows with weights that stay as the checkpoint has them: [N, K], row after row.
+//
+// Each weight is read from memory once per call, whatever the number of rows; the reading is what a decode
+// step waits for. Chunks of weight rows are handed out as threads come for them, so that a thread that the
+// system has taken off its core holds up one chunk and not half of the work.
+#include <omp.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "vec.h"
+
+namespace {
+
+constexpr int NR = 4;  // weight rows at a time
+constexpr int MR = 6;  // input rows at a time
+constexpr int64_t CHUNK_BYTES = 64 << 10;
+
+// acc[i][j] = x[i] . w[j]; with PREFETCH the next NR weight rows are called for meanwhile.
+template <int M, bool PREFETCH, typename T>
+void dots(const float* x, const T* w, int64_t k, float (*acc)[NR]) {
+  vf a[M][NR] = {};
+  for (int64_t d = 0; d < k; d += VL) {
+    vf v[NR];
+    for (int j = 0; j < NR; j++) {
+      v[j] = load(w + j * k + d);
+      if (PREFETCH) __builtin_prefetch(w + (NR + j) * k + d);
+    }
+    for (int i = 0; i < M; i++) {
+      vf r = load(x + i * k + d);
+      for (int j = 0; j < NR; j++) a[i][j] += r * v[j];
+    }
+  }
+  for (int i = 0; i < M; i++) sum4(a[i][0], a[i][1], a[i][2], a[i][3], acc[i]);
+}
+
+template <bool PREFETCH, typename T>
+void dots_of(int m, const float* x, const T* w, int64_t k, float (*acc)[NR]) {
+  switch (m) {
+    case 1: return dots<1, PREFETCH>(x, w, k, acc);
+    case 2: return dots<2, PREFETCH>(x, w, k, acc);
+    case 3: return dots<3, PREFETCH>(x, w, k, acc);
+    case 4: return dots<4, PREFETCH>(x, w, k, acc);
+    case 5: return dots<5, PREFETCH>(x, w, k, acc);
+    default: return dots<6, PREFETCH>(x, w, k, acc);
+  }
+}
+
+// out[i * stride + n - first] = x[i] . w[n] + bias[n] for n in [first, end).
+template <typename T, typename O>
+void rows_times(const float* x, int64_t m, int64_t k, const T* w, const T* bias, int64_t first, int64_t end, O* out,
+                int64_t stride) {
+  const int64_t passes = (m + MR - 1) / MR, step = (m + passes - 1) / passes;
+  float acc[MR][NR];
+  for (int64_t n = first; n < end; n += NR) {
+    const int64_t base = std::max<int64_t>(std::min(n, end - NR), 0);  // the last tile may overlap the one before
+    for (int64_t i = 0; i < m; i += step) {
+      const int rows = int(std::min(step, m - i));
+      if (i == 0)
+        dots_of<true>(rows, x, w + base * k, k, acc);
+      else
+        dots_of<false>(rows, x + i * k, w + base * k, k, acc);
+      for (int r = 0; r < rows; r++)
+        for (int j = 0; j < NR; j++) {
+          if (base + j < first) continue;
+          from_float(out + (i + r) * stride + base + j - first, acc[r][j] + (bias ? to_float(bias[base + j]) : 0.0f));
+        }
+    }
+  }
+}
+
+template <typename T>
+const float* widen(const T* x, int64_t count, std::vector<float>& room) {
+  room.resize(count);
+  for (int64_t i = 0; i < count; i++) room[i] = to_float(x[i]);
+  return room.data();
+}
+template <>
+const float* widen(const float* x, int64_t, std::vector<float>&) {
+  return x;
+}
+
+int64_t chunk_rows(int64_t k, size_t size) {
+  return std::max<int64_t>(NR, CHUNK_BYTES / int64_t(k * size) / NR * NR);
+}
+
+template <typename T>
+void linear(const T* x, int64_t m, int64_t k, int count, void* const* weights, void* const* biases, void* const* outs,
+            const int64_t* ns, int threads) {
+  std::vector<float> room;
+  const float* wide = widen(x, m * k, room);
+  const int64_t rows = chunk_rows(k, sizeof(T));
+  int64_t first_chunk[9] = {0};
+  for (int i = 0; i < count; i++) first_chunk[i + 1] = first_chunk[i] + (ns[i] + rows - 1) / rows;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+  for (int64_t c = 0; c < first_chunk[count]; c++) {
+    int i = 0;
+    while (c >= first_chunk[i + 1]) i++;
+    const int64_t first = (c - first_chunk[i]) * rows, end = std::min(ns[i], first + rows);
+    rows_times(wide, m, k, static_cast<const T*>(weights[i]), static_cast<const T*>(biases[i]), first, end,
+               static_cast<T*>(outs[i]) + first, ns[i]);
+  }
+}
+
+template <typename T>
+void gated(const T* x, int64_t m, int64_t k, const T* gate, const T* gate_bias, const T* up, const T* up_bias, T* out,
+           int64_t n, int threads) {
+  std::vector<float> room;
+  const float* wide = widen(x, m * k, room);
+  const int64_t rows = std::max<int64_t>(NR, chunk_rows(k, sizeof(T)) / 2 / NR * NR);
+  const int64_t chunks = (n + rows - 1) / rows;
+#pragma omp parallel num_threads(threads)
+  {
+    static thread_local std::vector<float> scratch;
+    scratch.resize(2 * m * rows + VL);
+    float *g = scratch.data(), *u = g + m * rows;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t c = 0; c < chunks; c++) {
+      const int64_t first = c * rows, end = std::min(n, first + rows), width = end - first;
+      rows_times(wide, m, k, gate, gate_bias, first, end, g, width);
+      rows_times(wide, m, k, up, up_bias, first, end, u, width);
+      for (int64_t i = 0; i < m * width; i += VL) {
+        vf a = load(g + i);
+        store(g + i, a / (splat(1.0f) + vexp(-a)));
+      }
+      for (int64_t i = 0; i < m; i++)
+        for (int64_t j = 0; j < width; j++) from_float(out + i * n + first + j, g[i * width + j] * u[i * width + j]);
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// outs[i] [m, ns[i]] = x [m, k] times weights[i] [ns[i], k] transposed, plus biases[i] (may be null); at most 8 of
+// them. k is a multiple of the vector length, every ns[i] is at least 4.
+void pdmesh_linear(int is_bf16, const void* x, int64_t m, int64_t k, int count, void* const* weights,
+                   void* const* biases, void* const* outs, const int64_t* ns, int threads) {
+  if (is_bf16)
+    linear(static_cast<const bf16*>(x), m, k, count, weights, biases, outs, ns, threads);
+  else
+    linear(static_cast<const float*>(x), m, k, count, weights, biases, outs, ns, threads);
+}
+
+// out [m, n] = silu(x gate^T + gate_bias) * (x up^T + up_bias)
+void pdmesh_gated(int is_bf16, const void* x, int64_t m, int64_t k, const void* gate, const void* gate_bias,
+                  const void* up, const void* up_bias, void* out, int64_t n, int threads) {
+  if (is_bf16)
+    gated(static_cast<const bf16*>(x), m, k, static_cast<const bf16*>(gate), static_cast<const bf16*>(gate_bias),
+          static_cast<const bf16*>(up), static_cast<const bf16*>(up_bias), static_cast<bf16*>(out), n, threads);
+  else
+    gated(static_cast<const float*>(x), m, k, static_cast<const float*>(gate), static_cast<const float*>(gate_bias),
+          static_cast<const float*>(up), static_cast<const float*>(up_bias), static_cast<float*>(out), n, threads);
+}
+}

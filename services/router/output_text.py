@@ -100,15 +100,20 @@ class OutputText:
         """True once a stop string or a stop token was met; later tokens are ignored."""
         return self._matcher.matched is not None or self.stop_token_id is not None
 
-    def add(self, token_ids: Sequence[int]) -> str:
-        """Takes new tokens; returns the text that may be shown. Tokens behind a stop are not taken."""
+    def add(self, token_ids: Sequence[int], ended_by: int | None = None) -> str:
+        """Takes new tokens; returns the text that may be shown. Tokens behind a stop are not taken.
+
+        `ended_by` is the stop token that the worker names when these are its last tokens.
+        """
         text = ""
-        for token_id in token_ids:
+        last = len(token_ids) - 1
+        for i, token_id in enumerate(token_ids):
             if self.stopped:
                 break
             self.token_ids.append(token_id)
             count = len(self.token_ids)
-            if token_id in self._stop_ids and count > self._min_tokens:
+            is_stop = token_id in self._stop_ids and count > self._min_tokens
+            if is_stop or (i == last and token_id == ended_by):
                 self.stop_token_id = token_id
                 break
             piece = self._detokenizer.add((token_id,))

@@ -51,6 +51,8 @@ class RouterTokenizer:
         """
         root = Path(directory)
         path = root / "tokenizer.json"
+        if not root.is_dir():
+            raise ConfigError(f"{root} is not a directory", field="model")
         if not path.is_file():
             raise ConfigError(f"{path} is not there; the router needs the model's tokenizer.json")
         try:

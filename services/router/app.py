@@ -1,0 +1,74 @@
+"""The ASGI application: routes, errors as OpenAI bodies, and the description in /openapi.json."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from engine_core.types.errors import CancelledSessionError, PdmeshError
+from services.router.front import Front
+from services.router.http import RequestIds, as_pdmesh_error, error_response, json_response
+from services.router.openai_schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    TokenizeRequest,
+)
+from services.router.routes_native import native_routes
+from services.router.routes_openai import openai_routes
+from services.router.routes_ops import ops_routes
+
+_BODIES = (CompletionRequest, ChatRequest, GenerateRequest, TokenizeRequest, DetokenizeRequest)
+_COUNTED = frozenset({"/v1/completions", "/v1/chat/completions", "/generate"})
+
+
+def make_app(front: Front) -> FastAPI:
+    """Builds the application over one front."""
+    app = FastAPI(title="pdmesh", version=metadata.version("pdmesh"), docs_url=None, redoc_url=None)
+    for routes in (openai_routes, native_routes, ops_routes):
+        app.include_router(routes(front))
+    app.add_middleware(RequestIds)
+
+    async def on_error(request: Request, exc: Exception) -> Response:
+        known = as_pdmesh_error(exc)
+        if request.url.path in _COUNTED:
+            front.count_end(request.url.path, known)
+        if isinstance(known, CancelledSessionError):
+            return Response(status_code=499)  # nobody reads it
+        return error_response(known)
+
+    for kind in (PdmeshError, Exception):
+        app.add_exception_handler(kind, on_error)  # type: ignore[arg-type]
+    app.add_exception_handler(HTTPException, _on_http_error)  # type: ignore[arg-type]
+    app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
+    return app
+
+
+async def _on_http_error(request: Request, exc: HTTPException) -> Response:
+    """Unknown paths and methods, with the same body as all other errors."""
+    what = {404: f"there is no {request.url.path}", 405: f"{request.method} is not allowed here"}
+    error = {
+        "message": what.get(exc.status_code, str(exc.detail)),
+        "type": "invalid_request_error",
+        "param": None,
+        "code": {404: "not_found", 405: "method_not_allowed"}.get(exc.status_code, "http_error"),
+    }
+    return json_response({"error": error}, exc.status_code, exc.headers)
+
+
+def _describe(app: FastAPI) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        _, found = models_json_schema(
+            [(kind, "validation") for kind in _BODIES], ref_template="#/components/schemas/{model}"
+        )
+        schema.setdefault("components", {}).setdefault("schemas", {}).update(found["$defs"])
+        app.openapi_schema = schema
+    return app.openapi_schema

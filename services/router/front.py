@@ -1,0 +1,267 @@
+"""What stands between the routes and the journeys: one object per router.
+
+prompt or chat ─▶ token ids, checked against vocabulary and context ─▶ admission ─▶ a journey per sample
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine_core.types.errors import (
+    CancelledSessionError,
+    ContextLengthError,
+    InvalidRequestError,
+    Leg,
+    NotFoundError,
+    PdmeshError,
+    QueueFullError,
+    UnavailableError,
+)
+from services.config import RouterConfig
+from services.router.admission import Admission, Ticket
+from services.router.http import as_pdmesh_error, error_status
+from services.router.journey import Delta, Journey, Mesh, SampleResult, SampleSpec, Sink, derive_seed
+from services.router.metrics import RouterMetrics, WorkerFigures
+from services.router.openai_schema import Prompt
+from services.router.options import GenerationOptions, SamplingDefaults
+from services.router.placement import largest_limit
+from services.router.tokenizer import RouterTokenizer, read_json
+from services.router.trace import TraceRing
+from services.runtime.tasks import TaskOwner
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What the router knows of the model from its directory."""
+
+    names: tuple[str, ...]
+    directory: str
+    context: int
+    vocab_size: int
+    defaults: SamplingDefaults
+    created: int
+
+    @classmethod
+    def read(cls, config: RouterConfig, tokenizer: RouterTokenizer) -> ModelInfo:
+        """Raises ConfigError when a file is damaged."""
+        root = Path(config.model)
+        model = read_json(root / "config.json")
+        context = model.get("max_position_embeddings")
+        vocab = model.get("vocab_size")
+        return cls(
+            names=config.served_model_name or (root.resolve().name,),
+            directory=str(root),
+            context=context if isinstance(context, int) else 0,
+            vocab_size=max(tokenizer.vocab_size, vocab if isinstance(vocab, int) else 0),
+            defaults=SamplingDefaults.read(read_json(root / "generation_config.json")),
+            created=int(time.time()),
+        )
+
+
+class Submission(msgspec.Struct, frozen=True):
+    """One request, ready to run: `options.n` samples per prompt. `arrival` is on CLOCK_MONOTONIC."""
+
+    request_id: str
+    path: str
+    prompts: tuple[tuple[int, ...], ...]
+    options: GenerationOptions
+    arrival: float
+    traceparent: str = ""
+
+    @property
+    def samples(self) -> int:
+        """Samples in all."""
+        return len(self.prompts) * self.options.n
+
+
+SinkOf = Callable[[int], Sink]
+"""The sink of choice i."""
+
+
+class Front:
+    """Prepares and runs requests, and counts how they end."""
+
+    def __init__(
+        self, config: RouterConfig, tokenizer: RouterTokenizer, model: ModelInfo, mesh: Mesh, figures: WorkerFigures
+    ) -> None:
+        self.config, self.tokenizer, self.model, self.mesh, self.figures = config, tokenizer, model, mesh, figures
+        self.metrics: RouterMetrics = mesh.metrics
+        self.admission = Admission(config.max_in_flight, config.max_queued)
+        self.metrics.watch_admission(lambda: self.admission.in_flight, lambda: self.admission.queued)
+        self.traces = TraceRing()
+        self.tasks = TaskOwner("http")
+        self.draining = False
+
+    # ---- checking ---------------------------------------------------------------------------------
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with. Raises NotFoundError for a model that is not served here."""
+        if name is None or name == "default":
+            return self.model.names[0]
+        if name not in self.model.names:
+            raise NotFoundError(
+                f"the model {name!r} is not served here; there is {', '.join(self.model.names)}",
+                field="model",
+                reason="MODEL_NOT_FOUND",
+            )
+        return name
+
+    @property
+    def token_limit(self) -> int:
+        """Tokens, prompt and output, that one request may have; by the model alone while no worker is known."""
+        known = largest_limit(self.mesh.table.rows(), self.mesh.digest)
+        return min(known or self.model.context or 2**31, 2**31)
+
+    async def encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool | None, field: str) -> tuple[int, ...]:
+        """Token ids of a prompt. Raises InvalidRequestError or ContextLengthError."""
+        if isinstance(prompt, str):
+            special = add_special_tokens is not False
+            return await self.encode_text(prompt, add_special_tokens=special, field=field)
+        highest = max(prompt)
+        if highest >= self.model.vocab_size:
+            message = f"{field}: token id {highest} is out of the vocabulary of {self.model.vocab_size}"
+            raise InvalidRequestError(message, field=field)
+        self._check_length(len(prompt), field)
+        return prompt
+
+    async def encode_text(self, text: str, *, add_special_tokens: bool, field: str) -> tuple[int, ...]:
+        """Token ids of text. Raises InvalidRequestError when there are none, ContextLengthError when too many."""
+        at_least = self.tokenizer.fewest_tokens(text)
+        if at_least >= self.token_limit:  # too long for certain: not worth a second of tokenising
+            self._check_length(at_least, field)
+        ids = await self.tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+        if not ids:
+            raise InvalidRequestError(f"{field}: is empty; at least one token is needed", field=field)
+        self._check_length(len(ids), field)
+        return tuple(ids)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool | None,
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> tuple[int, ...]:
+        """Token ids of a rendered chat; the template has written the special tokens."""
+        text = self.tokenizer.render_chat(
+            messages, add_generation_prompt=add_generation_prompt is not False, template_kwargs=template_kwargs
+        )
+        return await self.encode_text(text, add_special_tokens=False, field="messages")
+
+    def _check_length(self, tokens: int, field: str) -> None:
+        limit = self.token_limit
+        if tokens >= limit:
+            raise ContextLengthError(
+                f"this model's maximum context length is {limit} tokens; the prompt has at least {tokens}, "
+                "which leaves no room for one token",
+                field=field,
+                leg=Leg.ROUTER,
+            )
+
+    def check_samples(self, submission: Submission) -> None:
+        """Raises InvalidRequestError when one request asks for too much."""
+        prompts, most = len(submission.prompts), self.config.max_prompts
+        if prompts > most:
+            raise InvalidRequestError(f"prompt: holds {prompts} prompts; there may be {most}", field="prompt")
+        if submission.samples > most:
+            message = f"n: {submission.options.n} samples of {prompts} prompts are above the limit of {most}"
+            raise InvalidRequestError(message, field="n")
+
+    # ---- running ----------------------------------------------------------------------------------
+
+    async def run(self, submission: Submission, sink_of: SinkOf) -> list[SampleResult]:
+        """Runs all samples; returns their results by choice. Raises PdmeshError when any fails.
+
+        A prompt's first sample goes first; its others follow when token 1 is there, so that they find its
+        prefix in the workers' caches.
+        """
+        self.check_samples(submission)
+        arrival_ms = int((time.time() - (time.monotonic() - submission.arrival)) * 1000)
+        seed = submission.options.seed
+        trace = self.traces.open(submission.request_id)
+        ticket = self.admission.admit(submission.samples)
+        try:
+            runs = []
+            for p, prompt in enumerate(submission.prompts):
+                self.metrics.prompt_tokens.inc(len(prompt))
+                base = secrets.randbits(63) if seed is None else seed
+                begun = asyncio.Event()
+                for i in range(submission.options.n):
+                    spec = SampleSpec(
+                        request_id=submission.request_id,
+                        index=p * submission.options.n + i,
+                        prompt_token_ids=prompt,
+                        options=submission.options,
+                        seed=derive_seed(base, i),
+                        arrival_ms=arrival_ms,
+                        arrival=submission.arrival,
+                        deadline=submission.arrival + self.config.request_timeout,
+                        traceparent=submission.traceparent,
+                    )
+                    journey = Journey(self.mesh, spec, trace)
+                    runs.append(self._one(journey, spec, ticket, sink_of, begun, leads=i == 0))
+            if len(runs) == 1:
+                return [await runs[0]]
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(run) for run in runs]
+            except ExceptionGroup as failures:
+                raise failures.exceptions[0] from None  # the first to fail; the others were cancelled for it
+            return [task.result() for task in tasks]
+        finally:
+            ticket.close()
+
+    async def _one(
+        self,
+        journey: Journey,
+        spec: SampleSpec,
+        ticket: Ticket,
+        sink_of: SinkOf,
+        begun: asyncio.Event,
+        *,
+        leads: bool,
+    ) -> SampleResult:
+        sink = sink_of(spec.index)
+        if leads:
+            own = sink
+
+            async def sink(delta: Delta) -> None:
+                begun.set()
+                await own(delta)
+
+        else:
+            await begun.wait()  # ends with the first sample: its failure cancels the group
+        wait = min(self.config.queue_timeout, spec.deadline - time.monotonic())
+        result = await journey.run(sink, ticket.slot(wait))
+        metrics = self.metrics
+        metrics.samples.labels(result.finish_reason).inc()
+        metrics.output_tokens.inc(len(result.token_ids))
+        metrics.cached_tokens.inc(result.cached_tokens)
+        metrics.e2e.observe(result.timings["e2e"])
+        return result
+
+    def count_end(self, path: str, failure: BaseException | None, *, started: bool = False) -> None:
+        """Counts one HTTP request by how it ended."""
+        self.metrics.requests.labels(path, _end_of(failure, started=started)).inc()
+
+
+def _end_of(failure: BaseException | None, *, started: bool) -> str:
+    if failure is None:
+        return "ok"
+    if isinstance(failure, CancelledSessionError | asyncio.CancelledError):
+        return "cancelled"
+    if started:
+        return "broken"
+    exc: PdmeshError = as_pdmesh_error(failure)
+    if isinstance(exc, QueueFullError):
+        return "rejected"
+    if isinstance(exc, UnavailableError):
+        return "unavailable"
+    status = error_status(exc)
+    return "timeout" if status == 504 else "invalid" if status < 500 else "error"

@@ -1,0 +1,259 @@
+"""HTTP under the routes: bodies with a limit, request ids, OpenAI error bodies, disconnects, event streams."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine_core.types.errors import (
+    CancelledSessionError,
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    PdmeshError,
+    QueueFullError,
+)
+from services.runtime.errors import http_status
+from services.runtime.tasks import TaskOwner
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_DISCARD_AT_MOST = 64 * 1024 * 1024
+"""Bytes of an oversized body that are read and dropped, so that the client gets to read the answer."""
+DONE = b"data: [DONE]\n\n"
+
+
+class BodyTooLargeError(InvalidRequestError):
+    """The body is above max_body_bytes."""
+
+    reason = "BODY_TOO_LARGE"
+
+
+def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A JSON response; orjson writes it."""
+    return Response(orjson.dumps(data), status, dict(headers or {}), media_type="application/json")
+
+
+def error_status(exc: PdmeshError) -> int:
+    """HTTP status of an error."""
+    return 413 if isinstance(exc, BodyTooLargeError) else http_status(exc)
+
+
+def error_body(exc: PdmeshError) -> dict[str, Any]:
+    """OpenAI's shape: {"error": {message, type, param, code}}."""
+    kind = "server_error"
+    if isinstance(exc, InvalidRequestError | NotFoundError):
+        kind = "invalid_request_error"
+    elif isinstance(exc, QueueFullError):
+        kind = "rate_limit_error"
+    code = exc.reason.lower()
+    return {"error": {"message": exc.message, "type": kind, "param": exc.field or None, "code": code}}
+
+
+def error_response(exc: PdmeshError) -> Response:
+    """The whole response; 429 and 503 say when to come back."""
+    status = error_status(exc)
+    headers = {}
+    if status in (429, 503):
+        headers["retry-after"] = str(max(1, math.ceil(exc.retry_after)))
+    if status == 413:
+        headers["connection"] = "close"
+    return json_response(error_body(exc), status, headers)
+
+
+def as_pdmesh_error(exc: BaseException) -> PdmeshError:
+    """What the client is told of any failure; a bug is logged and told as one."""
+    if isinstance(exc, PdmeshError):
+        return exc
+    log.error("a request failed", exc_info=exc)
+    return InternalError("internal error; the router's log has the details")
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """Reads the body. Raises BodyTooLargeError beyond `limit` bytes, CancelledSessionError on disconnect."""
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise CancelledSessionError("the client went away")
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size <= limit:
+            chunks.append(chunk)
+        more = message.get("more_body", False)
+        if size > limit and (not more or size > _DISCARD_AT_MOST):
+            raise BodyTooLargeError(f"the body is above {limit} bytes")
+        if not more:
+            return b"".join(chunks)
+
+
+def request_id_of(scope: Scope) -> str:
+    """The id of this request: the client's x-request-id, or a new one."""
+    return str(scope["pdmesh.request_id"])
+
+
+class RequestIds:
+    """ASGI middleware: takes over or mints x-request-id, and echoes it on every response."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes everything on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((v for k, v in scope["headers"] if k == b"x-request-id"), b"").decode("latin-1")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope["pdmesh.request_id"] = request_id
+        header = (b"x-request-id", request_id.encode())
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), header]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T], tasks: TaskOwner) -> T:
+    """Runs `work` in the calling task and cancels it when the client goes away.
+
+    Raises CancelledSessionError then. The request's body must have been read.
+    """
+    current = asyncio.current_task()
+    assert current is not None
+    ended = gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if not ended:
+            gone = True
+            current.cancel()
+
+    watcher = tasks.spawn(watch(), "disconnect")
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if gone and current.uncancel() == 0:
+            raise CancelledSessionError("the client went away") from None
+        raise
+    finally:
+        ended = True
+        watcher.cancel()
+
+
+class EventStream:
+    """Server-sent events on one response. Headers leave with the first event or comment."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._lock = asyncio.Lock()
+        self.started = False
+        self.waker: asyncio.Task[None] | None = None
+        """Sends comments until the first event."""
+
+    async def write(self, data: bytes) -> None:
+        """Sends whole events; waits while the client reads slowly."""
+        if self.waker is not None:
+            self.waker.cancel()
+            self.waker = None
+        await self.send(data)
+
+    async def send(self, data: bytes) -> None:
+        """Sends a comment, or an event."""
+        if not self.started:
+            await self._start()
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        """Ends the response."""
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _start(self) -> None:
+        async with self._lock:
+            if self.started:
+                return
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"),
+            ]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            self.started = True
+
+
+OnEnd = Callable[[BaseException | None, bool], None]
+"""Called once with the failure, if any, and whether events had been sent."""
+
+
+class EventResponse(Response):
+    """Runs `produce(stream)` as the response.
+
+    A failure before the first event is a real status; after it, an error event and [DONE]. While nothing has
+    been sent for `comment_after` seconds, comments keep the connection awake (and fix the status at 200).
+    """
+
+    def __init__(
+        self,
+        produce: Callable[[EventStream], Awaitable[None]],
+        tasks: TaskOwner,
+        comment_after: float,
+        on_end: OnEnd,
+    ) -> None:
+        super().__init__()
+        self._produce, self._tasks = produce, tasks
+        self._comment_after, self._on_end = comment_after, on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the response."""
+        stream = EventStream(send)
+        failure: BaseException | None = None
+        try:
+            await until_disconnect(receive, self._run(stream), self._tasks)
+        except CancelledSessionError as exc:
+            failure = exc  # nobody reads any more
+        except asyncio.CancelledError as exc:
+            failure = exc
+            raise
+        except Exception as exc:  # noqa: BLE001  # the border of the process: all errors become answers
+            failure = as_pdmesh_error(exc)
+            await self._fail(failure, stream, scope, receive, send)
+        else:
+            await stream.end()
+        finally:
+            self._on_end(failure, stream.started)
+
+    async def _run(self, stream: EventStream) -> None:
+        waker = stream.waker = self._tasks.spawn(self._keep_awake(stream), "keep awake")
+        try:
+            await self._produce(stream)
+        finally:
+            waker.cancel()
+
+    async def _keep_awake(self, stream: EventStream) -> None:
+        while True:
+            await asyncio.sleep(self._comment_after)
+            await stream.send(b": wait\n\n")
+
+    async def _fail(self, exc: PdmeshError, stream: EventStream, scope: Scope, receive: Receive, send: Send) -> None:
+        if not stream.started:
+            await error_response(exc)(scope, receive, send)
+            return
+        await stream.write(b"data: " + orjson.dumps(error_body(exc)) + b"\n\n" + DONE)
+        await stream.end()

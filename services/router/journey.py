@@ -1,0 +1,421 @@
+"""One sample, end to end.
+
+    1. wait for a slot (admission)                       QUEUED
+    2. choose a pair; wait briefly when there is none    PLACED
+    3. open DecodeService.Generate with the deadline     SENT
+    4. token 1                                           FIRST_TOKEN
+    5. tokens → text → the client                        (STREAMING is FIRST_TOKEN going on)
+    6. stop, length                                      FINISHED; or FAILED, CANCELLED
+
+A failure before token 1 that may succeed elsewhere goes back to 2 as the next attempt, away from whom it
+is blamed on, within the deadline. After token 1 it ends the sample. Cancelling the task cancels the call
+at once, in any state; the worker aborts its session by that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import grpc
+import msgspec
+
+from engine_core.types.errors import (
+    ContextLengthError,
+    DeadlineError,
+    InternalError,
+    InvalidRequestError,
+    Leg,
+    PdmeshError,
+    PeerFailedError,
+    UnavailableError,
+)
+from engine_core.types.ids import SessionId, mint_room
+from engine_core.types.request import Finish, FinishReason, GenerateSpec
+from engine_core.types.sampling import SamplingParams
+from pdmesh.decode.v1 import decode_service_pb2, decode_service_pb2_grpc
+from services.config import PlacementPolicy
+from services.router.metrics import RouterMetrics
+from services.router.options import GenerationOptions
+from services.router.output_text import OutputText
+from services.router.placement import Placement, Signals, choose
+from services.router.rooms import RoomRecorder, route_of
+from services.router.table import WatchedTable
+from services.router.tokenizer import RouterTokenizer
+from services.router.trace import Trace
+from services.runtime.channels import ChannelPool
+from services.runtime.errors import from_rpc_error
+from services.wire.bootstrap import RankRow, peer_to_proto
+from services.wire.generation import finish_from_proto, spec_to_proto
+
+_SUSPECT_SECONDS = 3.0
+_BACKOFF = 0.05
+"""Seconds before the first new attempt; doubled for each further one, and drawn between half and all of it."""
+
+
+class Mesh:
+    """What all journeys of a router share: the table, channels, and what is known of the workers."""
+
+    def __init__(
+        self,
+        table: WatchedTable,
+        pool: ChannelPool,
+        tokenizer: RouterTokenizer,
+        digest: str,
+        *,
+        policy: PlacementPolicy,
+        recorder: RoomRecorder,
+        metrics: RouterMetrics,
+        max_attempts: int = 3,
+        peer_wait: float = 1.0,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.table, self.pool, self.tokenizer, self.digest = table, pool, tokenizer, digest
+        self.policy, self.recorder, self.metrics = policy, recorder, metrics
+        self.max_attempts, self.peer_wait = max_attempts, peer_wait
+        self.rng = rng or random.Random()
+        self.in_flight: Counter[int] = Counter()
+        self._suspects: dict[int, float] = {}
+        self._turn = 0
+
+    def place(self, room: int, prompt_tokens: int, avoid: set[int], fingerprint: str) -> Placement:
+        """Raises UnavailableError or ContextLengthError; see placement.choose."""
+        now = time.monotonic()
+        for incarnation in [i for i, until in self._suspects.items() if until <= now]:
+            del self._suspects[incarnation]
+        self._turn += 1
+        return choose(
+            self.policy,
+            room,
+            self.table.rows(),
+            tokenizer_digest=self.digest,
+            turn=self._turn - 1,
+            rng=self.rng,
+            signals=Signals(self.in_flight, avoid | self._suspects.keys()),
+            prompt_tokens=prompt_tokens,
+            fingerprint=fingerprint,
+        )
+
+    def suspect(self, incarnation: int) -> None:
+        """New samples avoid this worker for a moment: its connection failed, the table will say more."""
+        self._suspects[incarnation] = time.monotonic() + _SUSPECT_SECONDS
+
+    def enter(self, row: RankRow) -> None:
+        """One more sample is with that worker."""
+        self.in_flight[row.incarnation] += 1
+
+    def leave(self, row: RankRow) -> None:
+        """One less."""
+        self.in_flight[row.incarnation] -= 1
+        if self.in_flight[row.incarnation] <= 0:
+            del self.in_flight[row.incarnation]
+
+
+class SampleSpec(msgspec.Struct, frozen=True):
+    """One sample: choice `index` of request `request_id`. `arrival` and `deadline` are on CLOCK_MONOTONIC."""
+
+    request_id: str
+    index: int
+    prompt_token_ids: Sequence[int]
+    options: GenerationOptions
+    seed: int
+    arrival_ms: int
+    arrival: float
+    deadline: float
+    traceparent: str = ""
+
+
+class SampleResult(msgspec.Struct, frozen=True):
+    """How a sample ended. Timings are in seconds; `ttft` and `e2e` count from the request's arrival."""
+
+    room: int
+    attempts: int
+    token_ids: list[int]
+    finish_reason: str
+    stop_reason: str | int | None
+    cached_tokens: int
+    timings: dict[str, float]
+    path: str = ""
+    transport: str = ""
+    prefill_instance: str = ""
+    decode_instance: str = ""
+
+
+class Delta(msgspec.Struct):
+    """New output: text that may be shown, the tokens taken since the last delta, and on the last one how the
+    sample ended."""
+
+    text: str
+    token_ids: list[int]
+    result: SampleResult | None = None
+
+
+Sink = Callable[[Delta], Awaitable[None]]
+_Call = Any
+"""grpc.aio.UnaryStreamCall, which is generic in its stubs alone."""
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of sample `index`: the first one's is the request's own."""
+    if index == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed}:{index}".encode()).digest()[:8], "little")
+
+
+class Journey:
+    """Runs one sample. Make one per sample; run() once."""
+
+    def __init__(self, mesh: Mesh, spec: SampleSpec, trace: Trace) -> None:
+        self._mesh, self._spec, self._trace = mesh, spec, trace
+        self.room = mint_room()
+        self._output: OutputText | None = None
+        self._received = 0
+        self._attempt = 0
+        self._limit = 0
+        self._first_at = 0.0
+        self._last_at = 0.0
+        self._placed_at = 0.0
+        self._fingerprint = ""
+        self._move("QUEUED")
+
+    async def run(self, sink: Sink, slot: AbstractAsyncContextManager[None]) -> SampleResult:
+        """Waits for the slot, then gives every delta to `sink`, the last one with the result; returns it.
+
+        Raises PdmeshError when no attempt succeeded, or the output broke off after it began.
+        """
+        try:
+            async with slot:
+                return await self._run(sink)
+        except asyncio.CancelledError:
+            self._move("CANCELLED")
+            raise
+        except PdmeshError as exc:
+            self._move("FAILED", f"{exc.leg.value} {exc.reason}: {exc.message}")
+            raise
+
+    async def _run(self, sink: Sink) -> SampleResult:
+        avoid: set[int] = set()
+        spent = 0
+        while True:
+            placement = await self._place(avoid)
+            try:
+                return await self._try(placement, sink)
+            except PdmeshError as exc:
+                if not isinstance(exc, DeadlineError | InvalidRequestError):
+                    avoid.add(self._blame(placement, exc))
+                spent += exc.reason != FinishReason.PREEMPTED.name
+                if not self._may_replan(exc, spent):
+                    _name_field_for_client(exc)
+                    raise
+                self._mesh.metrics.replans.labels(exc.leg.value, exc.reason).inc()
+                self._move("REPLANNED", f"{exc.leg.value} {exc.reason}: {exc.message}")
+            self._attempt += 1
+            await self._back_off(spent)
+
+    async def _place(self, avoid: set[int]) -> Placement:
+        """Waits up to peer_wait for a pair, and not beyond the deadline."""
+        give_up = min(time.monotonic() + self._mesh.peer_wait, self._spec.deadline)
+        while True:
+            try:
+                placement = self._mesh.place(self.room, len(self._spec.prompt_token_ids), avoid, self._fingerprint)
+                break
+            except UnavailableError as exc:
+                left = give_up - time.monotonic()
+                if left <= 0 or exc.reason == "FINGERPRINT_MISMATCH" or not await self._mesh.table.wait_change(left):
+                    raise
+        limit = placement.token_limit - len(self._spec.prompt_token_ids)
+        wanted = self._spec.options.max_tokens
+        fits = limit if wanted is None else min(limit, wanted)
+        self._limit = min(self._limit, fits) if self._limit else fits
+        names = " + ".join(row.instance.name for row in placement.rows)
+        self._placed_at = time.monotonic()
+        self._move("PLACED", names)
+        return placement
+
+    async def _try(self, placement: Placement, sink: Sink) -> SampleResult:
+        """One attempt. Raises PdmeshError."""
+        mesh = self._mesh
+        self._fingerprint = placement.decode.instance.fingerprint if self._received else ""
+        request = self._request(placement)
+        timeout = self._spec.deadline - time.monotonic()
+        if timeout <= 0:
+            raise DeadlineError("the request's deadline passed before it could be sent", leg=Leg.ROUTER)
+        mesh.recorder.record(route_of(self.room, self._attempt, self._spec.request_id, placement))
+        # Those that count this sample as theirs; the prefill only until token 1.
+        held = list(placement.rows)
+        for row in held:
+            mesh.enter(row)
+        try:
+            with mesh.pool.use(placement.decode.endpoint) as channel:
+                stub = decode_service_pb2_grpc.DecodeServiceStub(channel)
+                call = stub.Generate(request, timeout=timeout, metadata=self._metadata())
+                self._move("SENT")
+                try:
+                    return await self._read(call, placement, held, sink)
+                except grpc.aio.AioRpcError as exc:
+                    raise from_rpc_error(exc, Leg.DECODE) from exc
+                finally:
+                    call.cancel()  # nothing when it has ended
+        finally:
+            for row in held:
+                mesh.leave(row)
+
+    def _request(self, placement: Placement) -> decode_service_pb2.GenerateRequest:
+        options = self._spec.options
+        sampling = SamplingParams(
+            max_tokens=self._limit,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            min_p=options.min_p,
+            seed=self._spec.seed,
+            min_tokens=min(options.min_tokens, self._limit),
+            stop_token_ids=options.stop_token_ids,
+            ignore_eos=options.ignore_eos,
+        )
+        spec = GenerateSpec(
+            session=SessionId(self.room, self._attempt),
+            request_id=self._spec.request_id,
+            prompt_token_ids=tuple(self._spec.prompt_token_ids),
+            emitted_token_ids=tuple(self._output.token_ids) if self._output else (),
+            sampling=sampling,
+            arrival_ms=self._spec.arrival_ms,
+            deadline=self._spec.deadline,
+            cache_salt=options.cache_salt,
+        )
+        return decode_service_pb2.GenerateRequest(
+            request=spec_to_proto(spec, placement.decode.instance.fingerprint),
+            decode_incarnation=placement.decode.incarnation,
+            prefill=None if placement.prefill is None else peer_to_proto(placement.prefill),
+        )
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        base = (("x-request-id", self._spec.request_id),)
+        return (*base, ("traceparent", self._spec.traceparent)) if self._spec.traceparent else base
+
+    async def _read(self, call: _Call, placement: Placement, held: list[RankRow], sink: Sink) -> SampleResult:
+        output = self._output
+        if output is None:
+            options, eos = self._spec.options, placement.decode.instance.eos_token_ids
+            stop_ids = (*options.stop_token_ids, *(() if options.ignore_eos else eos))
+            output = OutputText(self._mesh.tokenizer.detokenizer(), options.stop, stop_ids, options.min_tokens)
+            self._output = output
+        while True:
+            message = await call.read()
+            if message is grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
+                raise PeerFailedError("the decode worker ended the stream without an end of the output", leg=Leg.DECODE)
+            ids = message.token_ids
+            finish = finish_from_proto(message.finished) if message.HasField("finished") else None
+            text = ""
+            before = len(output.token_ids)
+            if ids:
+                self._take(message.first_index, len(ids), placement, held)
+                text = output.add(ids, None if finish is None else finish.stop_token_id)
+            if finish is not None and finish.reason in (FinishReason.CANCELLED, FinishReason.PREEMPTED):
+                raise UnavailableError(
+                    f"the decode worker gave the request back ({finish.reason.value})",
+                    leg=Leg.DECODE,
+                    reason=finish.reason.name,
+                )
+            ended = finish is not None or output.stop_string is not None
+            if not ended:
+                await sink(Delta(text, output.token_ids[before:]))
+                continue
+            text += output.finish()
+            result = self._result(output, finish, placement)
+            await sink(Delta(text, output.token_ids[before:], result))
+            return result
+
+    def _take(self, first_index: int, count: int, placement: Placement, held: list[RankRow]) -> None:
+        """Checks that the tokens follow those before, and takes the time."""
+        if first_index != self._received:
+            raise InternalError(
+                f"the decode worker sent token {first_index} where {self._received} was due",
+                leg=Leg.DECODE,
+                reason="TOKEN_GAP" if first_index > self._received else "TOKEN_OVERLAP",
+            )
+        now = time.monotonic()
+        if self._received == 0:
+            self._first_at = now
+            self._mesh.metrics.ttft.observe(now - self._spec.arrival)
+            self._move("FIRST_TOKEN")
+            if placement.prefill is not None:
+                held.remove(placement.prefill)
+                self._mesh.leave(placement.prefill)
+        else:
+            gap = (now - self._last_at) / count
+            for _ in range(count):
+                self._mesh.metrics.itl.observe(gap)
+        self._last_at = now
+        self._received += count
+
+    def _result(self, output: OutputText, finish: Finish | None, placement: Placement) -> SampleResult:
+        now = time.monotonic()
+        arrival = self._spec.arrival
+        timings = {
+            "placed": self._placed_at - arrival,
+            "ttft": (self._first_at or now) - arrival,
+            "e2e": now - arrival,
+        }
+        if finish is not None:
+            for leg, stages in (("prefill", finish.prefill_timings), ("decode", finish.timings)):
+                if leg == "decode" or placement.prefill is not None:
+                    timings |= {f"{leg}_{name}": getattr(stages, name) for name in stages.__struct_fields__}
+        stop_reason: str | int | None = output.stop_string
+        reason = FinishReason.STOP
+        if stop_reason is None and finish is not None:
+            reason = finish.reason
+            if finish.stop_token_id in self._spec.options.stop_token_ids:
+                stop_reason = finish.stop_token_id
+        self._move("FINISHED", reason.value)
+        prefill = placement.prefill
+        return SampleResult(
+            room=self.room,
+            attempts=self._attempt + 1,
+            token_ids=output.token_ids,
+            finish_reason=reason.value,
+            stop_reason=stop_reason,
+            cached_tokens=finish.cached_tokens if finish is not None else 0,
+            timings=timings,
+            path=finish.path if finish is not None else "",
+            transport=finish.transport if finish is not None else "",
+            prefill_instance=prefill.instance.name if prefill is not None else "",
+            decode_instance=placement.decode.instance.name,
+        )
+
+    def _blame(self, placement: Placement, exc: PdmeshError) -> int:
+        """The incarnation that the next attempt avoids; others avoid it too when it can't be reached."""
+        prefill, decode = placement.prefill, placement.decode
+        of_prefill = prefill is not None and exc.leg in (Leg.PREFILL, Leg.TRANSFER)
+        guilty = prefill.incarnation if of_prefill and prefill is not None else decode.incarnation
+        if exc.peer_incarnation and exc.peer_incarnation in [row.incarnation for row in placement.rows]:
+            guilty = exc.peer_incarnation
+        if isinstance(exc, PeerFailedError) and exc.leg is not Leg.TRANSFER:
+            self._mesh.suspect(guilty)
+        return guilty
+
+    def _may_replan(self, exc: PdmeshError, spent: int) -> bool:
+        if self._received:  # the client has seen text: going on elsewhere is resume's job
+            return False
+        left = self._spec.deadline - time.monotonic()
+        return exc.retryable and spent < self._mesh.max_attempts and left > 0
+
+    async def _back_off(self, spent: int) -> None:
+        longest = _BACKOFF * 2 ** max(spent - 1, 0)
+        await asyncio.sleep(self._mesh.rng.uniform(longest / 2, longest))
+
+    def _move(self, state: str, reason: str = "") -> None:
+        self._trace.move(self.room, self._attempt, state, reason)
+
+
+def _name_field_for_client(exc: PdmeshError) -> None:
+    """Workers name fields as the protos do."""
+    if isinstance(exc, ContextLengthError):
+        exc.field = "prompt"
+    exc.field = exc.field.removeprefix("request.").removeprefix("sampling.")

@@ -1,0 +1,149 @@
+"""The router process: tokenizer, watched table, channels, HTTP server.
+
+read the model directory ─▶ bind ─▶ watch Bootstrap ─▶ serve ─▶ drain: no new connections, streams end
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from engine_core.types.digest import tokenizer_digest
+from engine_core.types.errors import ConfigError
+from services.config import RouterConfig
+from services.router.app import make_app
+from services.router.front import Front, ModelInfo
+from services.router.journey import Mesh
+from services.router.metrics import RouterMetrics, WorkerFigures
+from services.router.rooms import RoomRecorder
+from services.router.table import WatchedTable
+from services.router.tokenizer import RouterTokenizer
+from services.runtime.channels import ChannelPool
+from services.runtime.tasks import Stop, TaskOwner
+from services.wire.bootstrap import WatchedService
+from services.worker.roster import RosterWatcher
+
+log = logging.getLogger(__name__)
+
+_SYNC_TIMEOUT = 5.0
+_FLUSH_TIMEOUT = 2.0
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers of its own; says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals belong to the process's Stop."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts to listen."""
+        await super().startup(sockets)
+        self.listening.set()
+
+
+async def run(config: RouterConfig, stop: Stop, on_ready: Callable[[dict[str, Any]], None]) -> None:
+    """Serves until `stop.draining`, then ends open requests for up to drain_timeout, or until `stop.now`.
+
+    `on_ready` gets {"service", "endpoint", "port", "pid"} once HTTP is served; whether workers are there,
+    /readiness says. Raises ConfigError when the model directory or the address is wrong.
+    """
+    tokenizer = RouterTokenizer.load(config.model)
+    model = ModelInfo.read(config, tokenizer)
+    listener, endpoint = _bind(config.host, config.port)
+    pool = ChannelPool(config.connect_timeout)
+    me = WatchedService(name="router", pid=os.getpid(), host=socket.gethostname(), http_endpoint=endpoint)
+    watcher = RosterWatcher(config.bootstrap, me, pool)
+    table = WatchedTable(watcher.roster)
+    watcher.on_change(table.notify)
+    metrics = RouterMetrics()
+    figures = WorkerFigures(table.rows, pool)
+    metrics.registry.register(figures)
+    recorder = RoomRecorder(pool, config.bootstrap)
+    mesh = Mesh(
+        table,
+        pool,
+        tokenizer,
+        tokenizer_digest(config.model),
+        policy=config.policy,
+        recorder=recorder,
+        metrics=metrics,
+        max_attempts=config.max_attempts,
+        peer_wait=config.peer_wait,
+    )
+    front = Front(config, tokenizer, model, mesh, figures)
+    server = _Server(_uvicorn_config(config, front))
+    tasks = TaskOwner("router", on_error=lambda name, exc: stop.request_now())
+    try:
+        watcher.start()
+        tasks.spawn(recorder.run(), "rooms")
+        if not await watcher.wait_synced(_SYNC_TIMEOUT):
+            log.warning("no Bootstrap answers yet: %s", ", ".join(config.bootstrap))
+        serving = tasks.spawn(server.serve([listener]), "http")
+        tasks.spawn(_stop_in_stages(server, front, stop), "stop")
+        listening = tasks.spawn(server.listening.wait(), "listening")
+        await asyncio.wait({serving, listening}, return_when=asyncio.FIRST_COMPLETED)
+        if server.listening.is_set():
+            on_ready({"service": "router", "endpoint": endpoint, "port": listener.getsockname()[1], "pid": me.pid})
+        await serving
+    finally:
+        await front.tasks.close()
+        await tasks.close()
+        await watcher.close()
+        try:
+            async with asyncio.timeout(_FLUSH_TIMEOUT):
+                await recorder.flush()
+        except TimeoutError:
+            log.debug("rooms of the last second were not recorded")
+        await pool.close()
+        tokenizer.close()
+        listener.close()
+
+
+async def _stop_in_stages(server: _Server, front: Front, stop: Stop) -> None:
+    await stop.draining.wait()
+    front.draining = True
+    server.should_exit = True
+    await stop.now.wait()
+    server.force_exit = True
+
+
+def _uvicorn_config(config: RouterConfig, front: Front) -> uvicorn.Config:
+    return uvicorn.Config(
+        make_app(front),
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=max(1, round(config.drain_timeout)),
+    )
+
+
+def _bind(host: str, port: int) -> tuple[socket.socket, str]:
+    """A bound socket and where others reach it. Raises ConfigError when the address can't be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except (OSError, OverflowError) as exc:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {exc}", field="port") from exc
+    bound = listener.getsockname()[1]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, f"[{host}]" if ":" in host else host)
+    return listener, f"{shown}:{bound}"

@@ -1,0 +1,206 @@
+"""Which workers a sample goes to. Pure: rows in, a placement out.
+
+    leaders of one tokenizer ─▶ that hold the request ─▶ READY before LOST, untroubled before avoided
+        ─▶ a decode (or MIXED) row by policy ─▶ a prefill row of its fingerprint by policy
+
+A MIXED row serves alone. `avoid` holds incarnations that failed this request or look dead: they are taken
+only when there is nobody else of the same state.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
+
+from engine_core.lifecycle.membership import MembershipState
+from engine_core.types.errors import ContextLengthError, Leg, UnavailableError
+from engine_core.types.request import Role
+from services.config import PlacementPolicy
+from services.wire.bootstrap import RankRow, differing_parts
+
+_RETRY_AFTER = 2.0
+_STATES = (MembershipState.READY, MembershipState.LOST)
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Where one attempt runs; `prefill` is None when `decode` is a MIXED row."""
+
+    decode: RankRow
+    prefill: RankRow | None = None
+
+    @property
+    def rows(self) -> tuple[RankRow, ...]:
+        """The rows that take part."""
+        return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
+
+    @property
+    def token_limit(self) -> int:
+        """Tokens, prompt and output, that fit the context and both pools."""
+        return min(map(row_limit, self.rows))
+
+
+class Signals(msgspec.Struct, frozen=True):
+    """What the router knows beside the table: its own samples in flight per incarnation, whom to avoid."""
+
+    in_flight: Mapping[int, int] = {}
+    avoid: Collection[int] = frozenset()
+
+
+_NO_SIGNALS = Signals()
+
+
+def row_limit(row: RankRow) -> int:
+    """Tokens that a worker can hold for one request; 0 in the table means not known."""
+    spec = row.instance
+    return min(spec.max_model_len or 2**31, spec.kv_capacity_tokens or 2**31)
+
+
+def choose(
+    policy: PlacementPolicy,
+    room: int,
+    rows: Sequence[RankRow],
+    *,
+    tokenizer_digest: str,
+    turn: int,
+    rng: random.Random,
+    signals: Signals = _NO_SIGNALS,
+    prompt_tokens: int = 0,
+    fingerprint: str = "",
+) -> Placement:
+    """Returns where an attempt of `room` runs. `turn` counts calls, for round_robin; `fingerprint`, when
+    set, is the one that an earlier attempt ran under.
+
+    Raises UnavailableError when no pair can be formed: it names what is missing, or the fingerprint part
+    that differs (`field`). Raises ContextLengthError when no pair that there is holds prompt_tokens + 1.
+    """
+    usable = [r for r in rows if r.is_leader and r.state in _STATES and r.instance.tokenizer_digest == tokenizer_digest]
+    if fingerprint:
+        usable = [r for r in usable if r.instance.fingerprint == fingerprint]
+    pairs = _partners(usable, prompt_tokens)
+    if not pairs:
+        known = _partners(usable, 0)
+        if known:
+            raise _too_long(prompt_tokens, max(_pair_limit(d, ps) for d, ps in known))
+        raise _nobody(rows, tokenizer_digest)
+
+    def rank(row: RankRow) -> int:
+        return 2 * _STATES.index(row.state) + (row.incarnation in signals.avoid)
+
+    def pair_rank(decode: RankRow, prefills: list[RankRow]) -> tuple[int, int]:
+        ranks = (rank(decode), min(map(rank, prefills), default=0))
+        return max(ranks), sum(ranks)
+
+    best = min(pair_rank(d, ps) for d, ps in pairs)
+    partners = {d.incarnation: ps for d, ps in pairs if pair_rank(d, ps) == best}
+    decodes = [d for d, ps in pairs if pair_rank(d, ps) == best]
+    decode = _pick(policy, room, decodes, turn, rng, signals)
+    prefills = partners[decode.incarnation]
+    if not prefills:
+        return Placement(decode)
+    least = min(map(rank, prefills))
+    return Placement(decode, _pick(policy, room, [p for p in prefills if rank(p) == least], turn, rng, signals))
+
+
+def placeable(rows: Sequence[RankRow], tokenizer_digest: str) -> bool:
+    """True when a READY pair, or a READY MIXED row, could serve."""
+    ready = [
+        r
+        for r in rows
+        if r.is_leader and r.state is MembershipState.READY and r.instance.tokenizer_digest == tokenizer_digest
+    ]
+    return bool(_partners(ready, 0))
+
+
+def largest_limit(rows: Sequence[RankRow], tokenizer_digest: str) -> int:
+    """Tokens that the roomiest pair can hold; 0 when there is none."""
+    usable = [r for r in rows if r.is_leader and r.state in _STATES and r.instance.tokenizer_digest == tokenizer_digest]
+    return max((_pair_limit(d, ps) for d, ps in _partners(usable, 0)), default=0)
+
+
+def _partners(usable: Sequence[RankRow], prompt_tokens: int) -> list[tuple[RankRow, list[RankRow]]]:
+    """Rows that can generate, each with the prefill rows it may use (none for MIXED)."""
+    fitting = [r for r in usable if row_limit(r) > prompt_tokens]
+    out: list[tuple[RankRow, list[RankRow]]] = []
+    for row in fitting:
+        if row.instance.role is Role.MIXED:
+            out.append((row, []))
+        elif row.instance.role is Role.DECODE:
+            prefills = [
+                p
+                for p in fitting
+                if p.instance.role is Role.PREFILL and p.instance.fingerprint == row.instance.fingerprint
+            ]
+            if prefills:
+                out.append((row, prefills))
+    return out
+
+
+def _pair_limit(decode: RankRow, prefills: Sequence[RankRow]) -> int:
+    return min(row_limit(decode), max(map(row_limit, prefills), default=2**31))
+
+
+def _pick(
+    policy: PlacementPolicy, room: int, rows: list[RankRow], turn: int, rng: random.Random, signals: Signals
+) -> RankRow:
+    if len(rows) == 1:
+        return rows[0]
+    ordered = sorted(rows, key=lambda r: (r.instance.name, r.coord, r.incarnation))
+    if policy is PlacementPolicy.ROOM_HASH:
+        return ordered[room % len(ordered)]
+    if policy is PlacementPolicy.ROUND_ROBIN:
+        return ordered[turn % len(ordered)]
+
+    def load(row: RankRow) -> tuple[int, int]:
+        own = signals.in_flight.get(row.incarnation, 0)
+        return row.load.running + row.load.queued + own, row.load.queued_tokens
+
+    return min(rng.sample(ordered, 2), key=load)
+
+
+def _too_long(prompt_tokens: int, limit: int) -> ContextLengthError:
+    return ContextLengthError(
+        f"this model's workers hold {limit} tokens per request; the prompt has {prompt_tokens}, "
+        "which leaves no room for one token",
+        field="prompt",
+        leg=Leg.ROUTER,
+    )
+
+
+def _nobody(rows: Sequence[RankRow], tokenizer_digest: str) -> UnavailableError:
+    """Says what is missing, or which part of the fingerprint keeps the workers apart."""
+
+    def error(message: str, reason: str = "NO_WORKER", field: str = "") -> UnavailableError:
+        return UnavailableError(message, leg=Leg.ROUTER, reason=reason, field=field, retry_after=_RETRY_AFTER)
+
+    alive = [r for r in rows if r.is_leader and r.state in _STATES]
+    strangers = [r for r in alive if r.instance.tokenizer_digest != tokenizer_digest]
+    mine = [r for r in alive if r.instance.tokenizer_digest == tokenizer_digest]
+    if strangers and not (_by_role(mine, Role.MIXED) or (_by_role(mine, Role.DECODE) and _by_role(mine, Role.PREFILL))):
+        names = ", ".join(sorted({r.instance.name for r in strangers}))
+        return error(
+            f"the tokenizer differs: {names} serve another model than this router", "FINGERPRINT_MISMATCH", "tokenizer"
+        )
+    decodes, prefills = _by_role(mine, Role.DECODE), _by_role(mine, Role.PREFILL)
+    if not decodes:
+        return error("no decode worker is ready")
+    if not prefills:
+        return error("no prefill worker is ready")
+    parts, prefill, decode = min(
+        ((differing_parts(p.instance, d.instance), p, d) for p in prefills for d in decodes),
+        key=lambda found: (len(found[0]), found[1].instance.name, found[2].instance.name),
+    )
+    if not parts:  # they fit each other, but not the fingerprint that this request began under
+        return error("no pair of the fingerprint that this request began under is ready", "FINGERPRINT_MISMATCH")
+    ours, theirs = prefill.instance.fingerprint_parts, decode.instance.fingerprint_parts
+    told = "; ".join(
+        f"{part} is {ours.get(part, 'unknown')} at {prefill.instance.name} and {theirs.get(part, 'unknown')} "
+        f"at {decode.instance.name}"
+        for part in parts
+    )
+    return error(f"no prefill and decode worker can be paired: {told}", "FINGERPRINT_MISMATCH", parts[0])
+
+
+def _by_role(rows: Sequence[RankRow], role: Role) -> list[RankRow]:
+    return [r for r in rows if r.instance.role is role]

@@ -12,10 +12,11 @@ symbolic: a slot holds what it stands for, so that wrong, stale or foreign KV is
     engines     an engine process: EngineCore, its inboxes, its executor
     shells      the relays of the decode and prefill service processes
     journey     the router's side of one request
-    world       the schedule: what may happen next, faults, checks
+    faults      kills, stops, cancels, broken calls and links, damage, leaps of time
+    world       the schedule: what may happen next, and the checks at the end
 """
 
 from tests.support.explorer.scenario import Scenario
-from tests.support.explorer.world import Failure, explore, run_seed
+from tests.support.explorer.world import Failure, explore, record, run_seed
 
-__all__ = ["Failure", "Scenario", "explore", "run_seed"]
+__all__ = ["Failure", "Scenario", "explore", "record", "run_seed"]

@@ -10,7 +10,6 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from engine_core.host import frames
-from engine_core.kv.manager import KVCacheManager
 from engine_core.scheduler.step import StepPlan, StepResult
 from engine_core.transfer import base
 from engine_core.types.ids import Incarnation, SessionId
@@ -56,7 +55,6 @@ class EngineProcess:
         self.awake = False
         self.wakeup: float | None = None
         self.alive, self.stopped = True, False
-        self.pipe_broken = False
 
     @property
     def running(self) -> bool:
@@ -82,11 +80,9 @@ class EngineProcess:
             self.events_in.append(event)
 
     def owns(self, session: SessionId, block: int) -> bool:
-        """True when this session, and no other, holds the block."""
+        """True when the session holds the block."""
         kv = self.kv
-        if not kv.holds(session) or block not in kv.block_ids(session)[0]:
-            return False
-        return True
+        return kv.holds(session) and block in kv.block_ids(session)[0]
 
     def alone(self, session: SessionId, block: int) -> bool:
         """True when no other session has the block in its table."""
@@ -139,8 +135,7 @@ class EngineProcess:
             if self.shell is not None and self.shell.alive:
                 self.shell.frames_in.append(self.world.through_wire(frame, to_engine=False))
         self.wakeup = self.core.next_wakeup()
-        self.core.check()
-        self.kv.check_conservation()
+        self.core.check()  # sessions against blocks, and the recount of all blocks
 
     def carry_out(self, link_id: int) -> None:
         """A transfer thread carries out the next command of a link."""
@@ -219,6 +214,3 @@ def engine_frame(frame: frames.Frame, to_engine: bool) -> frames.Frame:
     """Encodes and decodes a frame as the pipe would."""
     body = frames.encode(frame)[4:]
     return (frames.to_engine_decoder if to_engine else frames.from_engine_decoder).decode(body)
-
-
-__all__ = ["EngineProcess", "KVCacheManager", "engine_frame"]

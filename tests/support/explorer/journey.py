@@ -32,6 +32,8 @@ class Journey:
         self.attempt = -1
         self.call: Call | None = None
         self.outcome: str | None = None
+        self.asked_at = world.clock.now
+        self.took = 0.0
         self.error: frames.ErrorInfo | None = None
         self.retry_at: float | None = world.clock.now
 
@@ -93,6 +95,7 @@ class Journey:
         if finish.reason is not right:
             raise Violation(f"room {self.room}: finish {finish.reason}, right is {right}")
         self.outcome = "done"
+        self.took = self.world.clock.now - self.asked_at
 
     def on_end(self, call: Call, status: str, detail: Any) -> None:
         """The stream is over."""

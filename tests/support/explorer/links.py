@@ -23,15 +23,14 @@ if TYPE_CHECKING:
 class PushRun:
     """One push on its way."""
 
-    __slots__ = ("at", "bytes", "cancelled", "command", "lost", "pieces")
+    __slots__ = ("arrived", "at", "cancelled", "command", "pieces")
 
-    def __init__(self, command: base.Push, block_size: int, block_bytes: int) -> None:
+    def __init__(self, command: base.Push, block_size: int) -> None:
         pairs = list(zip(command.src_blocks[0], command.dst_blocks[0], strict=True))
         self.command = command
         self.pieces = [(src, dst, slot) for src, dst in pairs for slot in range(block_size)]
-        self.bytes = len(pairs) * block_bytes
         self.at = 0
-        self.lost = 0
+        self.arrived = len(self.pieces)
         self.cancelled = False
 
 
@@ -44,6 +43,7 @@ class Link:
         self.to_writer: deque[tuple[Any, ...]] = deque()
         self.writer_up = self.reader_up = False
         self.writer_closed = self.reader_closed = False
+        self.severed = False
         self.pushes: dict[SessionId, deque[PushRun]] = {}
         self.accepts: dict[SessionId, set[int]] = {}
         self.crcs: dict[SessionId, int] = {}
@@ -63,15 +63,13 @@ class Link:
                 if self.writer_closed:
                     self._failed(command, "link is closed")
                     return
-                layout = self.writer.layout.groups[0]
-                self.pushes.setdefault(command.session, deque()).append(
-                    PushRun(command, layout.block_size, layout.block_bytes)
-                )
+                run = PushRun(command, self.writer.layout.groups[0].block_size)
+                self.pushes.setdefault(command.session, deque()).append(run)
             case base.CancelPush():
                 self._cancel_pushes(command.session)
             case base.SendQuiet():
-                if not self.writer_closed:
-                    self._assert_source_quiet(command.session)
+                self._assert_source_quiet(command.session)
+                if not (self.writer_closed or self.severed):
                     self.to_reader.append(("quiet", command.session))
             case base.CloseLink():
                 self.close_writer("closed by this end")
@@ -87,7 +85,7 @@ class Link:
                 if self.flavour == "tcp":
                     self.reader.post(base.ReceiveQuiet(self.link_id, command.session))
             case base.SendAbort():
-                if not self.reader_closed:
+                if not (self.reader_closed or self.severed):
                     self.to_writer.append(("abort", command.session))
             case base.VerifyBlocks():
                 checksum = 0
@@ -132,6 +130,8 @@ class Link:
     def copy(self, session: SessionId) -> None:
         """Moves some slots of the push that runs for a session."""
         rng, run = self.writer.world.rng, self.pushes[session][0]
+        if run.at == 0:
+            self.writer.world.faults.shorten(run)
         left = len(run.pieces) - run.at
         for _ in range(rng.randint(1, left) if rng.random() < 0.7 else left):
             src, dst, slot = run.pieces[run.at]
@@ -140,18 +140,19 @@ class Link:
                 raise Violation(f"push of {session} reads block {src}, which it does not hold at the source")
             content = self.writer.pool.slots[src][slot]
             self.crcs[session] = _crc(content, self.crcs.get(session, 0))
-            content = self.writer.world.damage(run, content)
+            content = self.writer.world.faults.damage(content)
+            if run.at > run.arrived:
+                continue  # cut short: lost on the way, and not counted by the receiver
             if self.flavour == "shm":
                 self._write(session, dst, slot, content)
-            else:
+            elif not self.severed:
                 self.to_reader.append(("data", session, dst, slot, content))
         if run.at < len(run.pieces):
             return
-        self.writer.world.shorten(run)
         self.pushes[session].popleft()
         if self.flavour == "shm":
-            self._done(run.command, run.bytes - run.lost)
-        else:
+            self._done(run)
+        elif not self.severed:
             self.to_reader.append(("sent", run))
         if run.cancelled or not self.pushes[session]:
             del self.pushes[session]
@@ -166,10 +167,14 @@ class Link:
         accepted = self.accepts.get(session)
         if accepted is not None and block not in accepted:
             raise Violation(f"push of {session} writes block {block}, which it was not granted")
+        if not self.reader.alone(session, block):
+            raise Violation(f"push of {session} writes block {block}, which another session shares")
         self.reader.pool.slots[block][slot] = content
 
-    def _done(self, command: base.Push, size: int) -> None:
-        blocks = size // self.writer.layout.groups[0].block_bytes
+    def _done(self, run: PushRun) -> None:
+        command, layout = run.command, self.writer.layout.groups[0]
+        blocks = run.arrived // layout.block_size
+        size = blocks * layout.block_bytes
         self.writer.post(
             base.PushDone(
                 self.link_id, command.session, command.push_id, size, blocks, 0.001, self.crcs.get(command.session, 0)
@@ -209,7 +214,7 @@ class Link:
             case ("abort", session):
                 self.writer.post(base.AbortReceived(self.link_id, session))
             case ("count", run, True):
-                self._done(run.command, run.bytes - run.lost)
+                self._done(run)
             case ("count", run, _):
                 self._failed(run.command, "not accepted")
             case ("eof",):
@@ -268,7 +273,17 @@ class Link:
                 self.to_writer.append(("eof",))
 
     def cut(self) -> None:
-        """A tcp connection breaks under two living ends."""
+        """A connection breaks under two living ends. Over shm that proves nothing: the reader learns at once
+        that the link is gone, and that it is quiet when the writer has unmapped."""
+        self.severed = True
+        if self.flavour == "shm":
+            self.to_reader.clear()
+            self.to_writer.clear()
+            if not self.writer_closed:
+                self.to_writer.append(("eof",))
+            self.reader_up = False
+            self.reader.post(base.LinkClosed(self.link_id, self.writer.incarnation, "broken", quiet_proved=False))
+            return
         for queue, closed in ((self.to_reader, self.reader_closed), (self.to_writer, self.writer_closed)):
             keep = self.writer.world.rng.randint(0, len(queue))
             while len(queue) > keep:

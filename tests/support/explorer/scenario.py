@@ -60,8 +60,11 @@ def scenario_of(rng: random.Random) -> Scenario:
     rough, block_size = kind == "rough", rng.choice((2, 2, 2, 1, 3))
     mixed = rng.random() < 0.08
     decode_blocks, prefill_blocks = rng.choice((4, 4, 4, 5, 6)), rng.choice((4, 4, 4, 5, 3))
+    count = rng.choices((1, 2, 3, 4), (1, 10, 4, 1))[0]
+    if rng.random() < 0.08:
+        decode_blocks, prefill_blocks, count = rng.choice((6, 8)), rng.choice((4, 6, 8)), rng.randint(5, 8)
     verify = rng.random() < 0.25
-    asks = _asks(rng, rng.choices((1, 2, 3, 4), (1, 10, 4, 1))[0], block_size, prefill_blocks, decode_blocks, rough)
+    asks = _asks(rng, count, block_size, prefill_blocks, decode_blocks, rough)
     return Scenario(
         kind=kind,
         mixed=mixed,

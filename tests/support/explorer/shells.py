@@ -330,6 +330,7 @@ class PrefillShell(Shell):
     def __init__(self, world: World, engine: EngineProcess) -> None:
         super().__init__(world, engine)
         self.connecting: dict[int, Call] = {}
+        self.up: dict[Incarnation, int] = {}
 
     def on_message(self, call: Call, message: Any) -> None:
         """A message of a Prefill or NegotiateLayout call."""
@@ -350,6 +351,11 @@ class PrefillShell(Shell):
     def _negotiate(self, call: Call, message: Negotiate) -> None:
         if message.prefill != self.incarnation:
             call.finish(UNAVAILABLE, fenced(Leg.PREFILL))
+            return
+        known = self.up.get(message.decode)
+        if known is not None:  # it may have ended without this end knowing
+            call.reply(known)
+            call.finish(OK)
             return
         link_id = self.world.new_link_id()
         self.connecting[link_id] = call
@@ -374,11 +380,14 @@ class PrefillShell(Shell):
         """Relays a frame."""
         match frame:
             case frames.LinkUp():
+                self.up[frame.peer_incarnation] = frame.link_id
                 call = self.connecting.pop(frame.link_id, None)
                 if call is not None:
                     call.reply(frame.link_id)
                     call.finish(OK)
             case frames.LinkDown():
+                if self.up.get(frame.peer_incarnation) == frame.link_id:
+                    del self.up[frame.peer_incarnation]
                 call = self.connecting.pop(frame.link_id, None)
                 if call is not None:
                     call.finish(UNAVAILABLE, frame.reason)

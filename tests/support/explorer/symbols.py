@@ -57,7 +57,8 @@ class Truth:
     def __init__(self, prompt: tuple[int, ...], params: SamplingParams, salt: str) -> None:
         chain = start_chain(salt)
         chains = [chain := extend(chain, token) for token in prompt]
-        stops, output = stop_tokens(params), []
+        stops = stop_tokens(params)
+        output: list[int] = []
         while len(output) < params.max_tokens:
             banned = stops if len(output) < params.min_tokens else ()
             token = draw(chain, params.seed, banned)

@@ -16,16 +16,18 @@ from engine_core.types.request import Role
 from engine_core.types.sampling import SamplingParams
 from tests.support.clock import VirtualClock
 from tests.support.explorer.engines import EngineProcess, engine_frame
+from tests.support.explorer.faults import KEEPALIVE, Faults
 from tests.support.explorer.journey import GRACE, Journey
-from tests.support.explorer.links import Link, PushRun
+from tests.support.explorer.links import Link
 from tests.support.explorer.scenario import Ask, Scenario, scenario_of
 from tests.support.explorer.shells import DecodeShell, PrefillShell, Shell
-from tests.support.explorer.symbols import Content, Truth, Violation
+from tests.support.explorer.symbols import Truth, Violation
 from tests.support.explorer.wires import Call, Peer, Process
 
 FAULTY_ACTIONS = 400
 MAX_ACTIONS = 6000
-KEEPALIVE = 10.0
+PATIENCE = 14.0
+"""Less than any timeout: without a fault nothing may need one."""
 PACES = (0.03, 0.2, 1.0, 1.0, 4.0)
 
 Action = tuple[str, Callable[..., None], tuple[Any, ...]]
@@ -52,9 +54,7 @@ class RouterProcess:
 class World:
     """One run."""
 
-    def __init__(
-        self, seed: int, *, make_core: Callable[..., Any], make_kv: Callable[..., Any], trace: bool
-    ) -> None:
+    def __init__(self, seed: int, *, make_core: Callable[..., Any], make_kv: Callable[..., Any], trace: bool) -> None:
         self.rng = random.Random(seed)
         self.scenario: Scenario = scenario_of(self.rng)
         self.clock = VirtualClock()
@@ -75,10 +75,7 @@ class World:
         ] * self.scenario.decodes
         self.shells: list[Shell] = [self._start(slot) for slot in range(len(self.roles))]
         self.known: list[Incarnation] = [s.incarnation for s in self.shells]
-        self.faults = {
-            name: getattr(self.scenario, name)
-            for name in ("cancels", "kills", "stops", "breaks", "link_breaks", "short_pushes", "corruptions", "jumps")
-        }
+        self.faults = Faults(self)
         self._to_launch = list(self.scenario.asks)
 
     # ---- who is there ----
@@ -137,120 +134,68 @@ class World:
         """A frame as it comes out of the pipe."""
         return engine_frame(frame, to_engine) if self.scenario.encode_frames else frame
 
-    # ---- damage ----
-
-    def damage(self, run: PushRun, content: Content | None) -> Content | None:
-        """May corrupt a slot on its way."""
-        if content is not None and self.faults["corruptions"] and self.rng.random() < 0.2:
-            self.faults["corruptions"] -= 1
-            return (content[0], content[1] ^ 1)
-        return content
-
-    def shorten(self, run: PushRun) -> None:
-        """May lose the last block of a push; the receiver's count says so."""
-        if self.faults["short_pushes"] and self.rng.random() < 0.3:
-            self.faults["short_pushes"] -= 1
-            run.lost = self.scenario.prefill_config.block_size * 0 + run.bytes // max(1, len(run.command.src_blocks[0]))
-
     # ---- what may happen ----
 
     def _actions(self, faulty: bool) -> list[Action]:
         actions: list[Action] = []
-        add = actions.append
         for shell in self.shells:
-            engine = shell.engine
-            name = engine.instance
-            if engine.running:
-                if engine.plan is not None:
-                    add((f"{name}.execute", engine.execute, ()))
-                elif engine.can_turn:
-                    add((f"{name}.turn", engine.turn, ()))
-                for link_id in engine.commands:
-                    add((f"{name}.threads", engine.carry_out, (link_id,)))
-            if shell.running and shell.frames_in:
-                add((f"{name}.service", shell.take_frame, ()))
-            if engine.alive and not engine.stopped and not shell.alive:
-                add((f"{name}.orphan", self._kill_engine, (engine,)))
-            if shell.alive and not shell.stopped and not engine.alive:
-                add((f"{name}.orphan", self._kill_shell, (shell,)))
+            self._process_actions(shell, actions.append)
         for call in self.calls:
             if call.to_client and call.client.running:
-                add((f"{call.name}.down", call.deliver_to_client, ()))
+                actions.append((f"{call.name}.down", call.deliver_to_client, ()))
             if call.to_server and call.server.running:
-                add((f"{call.name}.up", call.deliver_to_server, ()))
+                actions.append((f"{call.name}.up", call.deliver_to_server, ()))
         for link in self.links:
-            if link.to_reader and link.reader.running:
-                add((f"link{link.link_id}.read", link.read_at_reader, ()))
-            if link.to_writer and link.writer.running:
-                add((f"link{link.link_id}.back", link.read_at_writer, ()))
-            if link.pushes and link.writer.running:
-                for session in link.pushes:
-                    add((f"link{link.link_id}.copy", link.copy, (session,)))
+            self._link_actions(link, actions.append)
         for journey in self.journeys:
             if journey.retry_at is not None and journey.retry_at <= self.clock.now:
-                add(("router.attempt", journey.start_attempt, ()))
+                actions.append(("router.attempt", journey.start_attempt, ()))
         for slot, shell in enumerate(self.shells):
             if not shell.alive and not shell.engine.alive:
-                add(("supervisor", self._restart, (slot,)))
+                actions.append(("supervisor", self._restart, (slot,)))
             elif self.known[slot] != shell.incarnation:
-                add(("table", self._learn, (slot,)))
+                actions.append(("table", self._learn, (slot,)))
         if self._to_launch:
-            add(("router.launch", self._launch, ()))
+            actions.append(("router.launch", self._launch, ()))
         if faulty:
-            self._fault_actions(add)
+            actions += self.faults.actions()
         return actions
 
-    def _fault_actions(self, add: Callable[[Action], None]) -> None:
-        faults, rng = self.faults, self.rng
-        if faults["cancels"] and rng.random() < 0.06:
-            for journey in self.journeys:
-                if not journey.over:
-                    add(("fault.cancel", self._cancel, (journey,)))
-        if faults["kills"] and rng.random() < 0.03:
-            for shell in self.shells:
-                if shell.alive and shell.engine.alive:
-                    add(("fault.kill", self._kill, (shell, True)))
-                    add(("fault.kill", self._kill, (shell, False)))
-        if faults["stops"] and rng.random() < 0.04:
-            for slot, shell in enumerate(self.shells):
-                for process in (shell, shell.engine, shell.engine):
-                    if process.alive and not process.stopped:
-                        weight = 1 if self.roles[slot] is not Role.PREFILL else 3
-                        for _ in range(weight):
-                            add(("fault.stop", self._stop, (process,)))
-        for shell in self.shells:
-            for process in (shell, shell.engine):
-                if process.stopped and rng.random() < 0.08:
-                    add(("fault.continue", self._continue, (process,)))
-        if faults["breaks"] and rng.random() < 0.05:
-            for call in self.calls:
-                add(("fault.break", self._break, (call,)))
-        if faults["link_breaks"] and rng.random() < 0.03 and self.scenario.flavour == "tcp":
-            for link in self.links:
-                if link.writer_up and link.reader_up:
-                    add(("fault.cut", self._cut, (link,)))
-        if faults["jumps"] and rng.random() < 0.04:
-            add(("fault.jump", self._jump, ()))
+    def _process_actions(self, shell: Shell, add: Callable[[Action], None]) -> None:
+        engine = shell.engine
+        name = engine.instance
+        if engine.running:
+            if engine.plan is not None:
+                add((f"{name}.execute", engine.execute, ()))
+            elif engine.can_turn:
+                add((f"{name}.turn", engine.turn, ()))
+            for link_id in engine.commands:
+                add((f"{name}.threads", engine.carry_out, (link_id,)))
+            if not shell.alive:
+                add((f"{name}.orphan", self.kill_engine, (engine,)))
+        if shell.running:
+            if shell.frames_in:
+                add((f"{name}.service", shell.take_frame, ()))
+            if not engine.alive:
+                add((f"{name}.orphan", self.kill_shell, (shell,)))
 
-    # ---- faults ----
+    def _link_actions(self, link: Link, add: Callable[[Action], None]) -> None:
+        if link.to_reader and link.reader.running:
+            add((f"link{link.link_id}.read", link.read_at_reader, ()))
+        if link.to_writer and link.writer.running:
+            add((f"link{link.link_id}.back", link.read_at_writer, ()))
+        if link.writer.running:
+            for session in link.pushes:
+                add((f"link{link.link_id}.copy", link.copy, (session,)))
 
-    def _cancel(self, journey: Journey) -> None:
-        self.faults["cancels"] -= 1
-        journey.cancel()
-
-    def _kill(self, shell: Shell, service: bool) -> None:  # noqa: FBT001
-        self.faults["kills"] -= 1
-        if service:
-            self._kill_shell(shell)
-        else:
-            self._kill_engine(shell.engine)
-
-    def _kill_shell(self, shell: Shell) -> None:
+    def kill_shell(self, shell: Shell) -> None:
+        """The service process dies."""
         shell.stopped = False
         shell.die()
         shell.engine.shell = None
 
-    def _kill_engine(self, engine: EngineProcess) -> None:
+    def kill_engine(self, engine: EngineProcess) -> None:
+        """The engine process dies."""
         engine.stopped = False
         engine.die()
 
@@ -259,25 +204,6 @@ class World:
 
     def _learn(self, slot: int) -> None:
         self.known[slot] = self.shells[slot].incarnation
-
-    def _stop(self, process: Any) -> None:
-        self.faults["stops"] -= 1
-        process.stopped = True
-
-    def _continue(self, process: Any) -> None:
-        process.stopped = False
-
-    def _break(self, call: Call) -> None:
-        self.faults["breaks"] -= 1
-        call.lose()
-
-    def _cut(self, link: Link) -> None:
-        self.faults["link_breaks"] -= 1
-        link.cut()
-
-    def _jump(self) -> None:
-        self.faults["jumps"] -= 1
-        self.clock.advance(self.rng.choice((1.0, 5.0, 16.0, 61.0)))
 
     def _launch(self) -> None:
         ask = self._to_launch.pop(0)
@@ -312,13 +238,6 @@ class World:
         for journey in self.journeys:
             journey.expire()
 
-    def _break_stopped(self) -> None:
-        """Keepalive: a call whose other end is stopped breaks after 10 s."""
-        for call in self.calls:
-            for end in (call.client, call.server):
-                if end.alive and not end.running:
-                    call.lose()
-
     # ---- the run ----
 
     def run(self) -> None:
@@ -326,7 +245,7 @@ class World:
         count = 0
         while count < FAULTY_ACTIONS and self._one(faulty=True):
             count += 1
-        self._heal()
+        self.faults.heal()
         self._settle()
         self._check_ends()
         self._probe()
@@ -342,12 +261,12 @@ class World:
             if when is None:
                 return False
             if stopped and self.rng.random() < 0.5:
-                actions = [("fault.continue", self._continue, (self.rng.choice(stopped),))]
+                actions = [("fault.continue", self.faults.resume, (self.rng.choice(stopped),))]
             else:
                 before = self.clock.now
                 self.clock.advance_to(when)
                 if stopped and self.clock.now - before > KEEPALIVE:
-                    self._break_stopped()
+                    self.faults.break_stopped()
                 self._note("time", ())
                 self._expire()
                 return True
@@ -371,19 +290,6 @@ class World:
         if self.trace is not None:
             shown = " ".join(str(a) for a in args if isinstance(a, int | str | msgspec.Struct))
             self.trace.append(f"{self.clock.now:.4f} {name} {shown}")
-
-    def _heal(self) -> None:
-        for name in self.faults:
-            self.faults[name] = 0
-        for shell in self.shells:
-            for process in (shell, shell.engine):
-                if process.stopped:
-                    if self.rng.random() < 0.7:
-                        process.stopped = False
-                    elif process is shell:
-                        self._kill_shell(shell)
-                    else:
-                        self._kill_engine(shell.engine)
 
     def _settle(self) -> None:
         for _ in range(MAX_ACTIONS):
@@ -410,6 +316,8 @@ class World:
             strict = calm or journey.pair is not None
             if strict and journey.outcome not in ("done", "cancelled"):
                 raise Violation(f"room {journey.room} without a fault: {journey.outcome} {journey.error}")
+            if self.scenario.kind == "calm" and journey.took > PATIENCE:
+                raise Violation(f"room {journey.room} without a fault took {journey.took:.0f} s: a timeout freed it")
         for shell in self.shells:
             engine = shell.engine
             name = engine.instance
@@ -445,6 +353,13 @@ def run_seed(
         message = f"{type(exc).__name__}: {exc} ({where.filename.rsplit('/', 1)[-1]}:{where.lineno})"
         return Failure(seed, message, tuple(world.trace or ()))
     return None
+
+
+def record(seed: int) -> tuple[str, ...]:
+    """The trace of a seed that keeps the rules."""
+    world = World(seed, make_core=EngineCore, make_kv=KVCacheManager, trace=True)
+    world.run()
+    return tuple(world.trace or ())
 
 
 def explore(

@@ -227,6 +227,11 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
     return Path(value) if value else Path.home() / ".cache" / "pdmesh"
 
 
+def quiet_grpc() -> None:
+    """Keeps gRPC's C core from writing to stderr what is raised as an exception anyway; before its first use."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
 def child_environment() -> dict[str, str]:
     """This process's environment for a service that is told everything by flags."""
     return {n: v for n, v in os.environ.items() if not n.startswith(PREFIX) or n == CACHE_VARIABLE}

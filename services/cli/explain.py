@@ -14,13 +14,12 @@ from typing import Annotated, Any
 import httpx
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from engine_core.types.errors import NotFoundError, UnavailableError
 from pdmesh.bootstrap.v1 import bootstrap_service_pb2, bootstrap_service_pb2_grpc, rank_table_pb2
 from pdmesh.common.v1 import worker_pb2, worker_pb2_grpc
 from services.cli.options import add_command
-from services.cli.status import ask, get_table
+from services.cli.status import ask, get_table, plain_table, wide_console
 from services.config import QueryConfig, load
 from services.runtime.channels import ChannelPool
 from services.runtime.tasks import run
@@ -42,7 +41,7 @@ def _command(file: Path | None, flags: dict[str, Any], extra: dict[str, Any]) ->
     if extra["json"]:
         print(json.dumps(timeline))
     else:
-        show(timeline, Console(highlight=False))
+        show(timeline, wide_console())
     return 0
 
 
@@ -65,7 +64,8 @@ async def collect(bootstrap: str, request_id: str, timeout: float) -> dict[str, 
     try:
         table = await get_table(pool, bootstrap, timeout)
         stub = bootstrap_service_pb2_grpc.BootstrapServiceStub(pool.get(bootstrap))
-        lookup = bootstrap_service_pb2.LookupRoomsRequest(request_ids=[request_id])
+        ids = {request_id, request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")}
+        lookup = bootstrap_service_pb2.LookupRoomsRequest(request_ids=sorted(ids))
         (found, _), from_routers = await asyncio.gather(
             ask(stub.LookupRooms(lookup, timeout=timeout)), _ask_routers(table.services, request_id, timeout)
         )
@@ -162,7 +162,7 @@ def show(timeline: dict[str, Any], console: Console) -> None:
         ways = f"prefill {route['prefill_instance'] or '-'}, decode {route['decode_instance']}"
         console.print(f"  room {route['room']:016x} attempt {route['attempt']}: {ways}")
     start = timeline["moves"][0]["unix_seconds"] if timeline["moves"] else 0.0
-    table = Table("ms", "process", "attempt", "machine", "move", "after ms", "why")
+    table = plain_table("ms", "process", "attempt", "machine", "move", "after ms", "why")
     for move in timeline["moves"]:
         at, spent = (move["unix_seconds"] - start) * 1e3, move["seconds"] * 1e3
         change = f"{move['from']} → {move['to']}" if move["from"] else move["to"]

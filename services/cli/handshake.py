@@ -34,9 +34,9 @@ class Reporter:
         """The service serves."""
         self._write({"event": "ready", **info})
 
-    def failed(self, message: str, exit_code: int) -> None:
-        """The service ends because of this."""
-        self._write({"event": "failed", "message": message, "exit_code": exit_code})
+    def failed(self, message: str, exit_code: int) -> bool:
+        """The service ends because of this; False when nobody was told."""
+        return self._write({"event": "failed", "message": message, "exit_code": exit_code})
 
     async def beat(self) -> None:
         """Tells every BEAT seconds that the event loop runs; cancelled by its owner."""
@@ -44,15 +44,16 @@ class Reporter:
             self._write({"event": "alive"})
             await asyncio.sleep(BEAT)
 
-    def _write(self, event: dict[str, Any]) -> None:
+    def _write(self, event: dict[str, Any]) -> bool:
         if self._fd is None:
-            return
+            return False
         try:
             os.write(self._fd, json.dumps(event).encode() + b"\n")
         except BlockingIOError:
-            pass  # the reader is held up; it will see the next one
+            return False  # the reader is held up; it will see the next one
         except OSError:
             self._fd = None
+        return self._fd is not None
 
 
 def parse(line: bytes) -> dict[str, Any] | None:

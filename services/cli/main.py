@@ -10,7 +10,11 @@ import typer
 from typer.exceptions import TyperException
 
 from engine_core.types.errors import ConfigError, PdmeshError
-from services.cli import explain, model, serve, single, status
+from services.config import quiet_grpc
+
+quiet_grpc()  # counts only before grpc is imported
+
+from services.cli import explain, model, serve, single, status  # noqa: E402
 
 app = typer.Typer(
     help="LLM serving with prefill and decode on separate workers.",

@@ -70,21 +70,29 @@ class Serve:
             start = tasks.spawn(self._start(supervisor, sockets), "start")
             draining = tasks.spawn(stop.draining.wait(), "signal")
             await asyncio.wait({start, draining}, return_when=asyncio.FIRST_COMPLETED)
-            if start.done():
-                start.result()
+            failure = start.result() if start.done() else None
+            if failure is None:
                 await draining
-            self._say("serve", "stopping; once more Ctrl-C ends at once")
-        except StartFailedError as exc:
-            print(f"pdmesh: error: {exc}", file=sys.stderr)
-            self._reporter.failed(str(exc), exc.end.code)
-            code = exc.end.code if exc.end.code > 0 else 1
+                self._say("serve", "stopping; once more Ctrl-C ends at once")
+            else:
+                code = failure.end.code if failure.end.code > 0 else 1
+                print(f"pdmesh: error: {failure}", file=sys.stderr)
+                self._reporter.failed(str(failure), code)
         finally:
             await tasks.close()
             await supervisor.stop(stop.now, self._config.drain_timeout + 10.0)
             shutil.rmtree(sockets, ignore_errors=True)
         return code
 
-    async def _start(self, supervisor: Supervisor, sockets: str) -> None:
+    async def _start(self, supervisor: Supervisor, sockets: str) -> StartFailedError | None:
+        """Starts everything; returns what stood in the way, if anything."""
+        try:
+            await self._start_all(supervisor, sockets)
+        except StartFailedError as exc:
+            return exc
+        return None
+
+    async def _start_all(self, supervisor: Supervisor, sockets: str) -> None:
         config = self._config
         bootstrap_port = config.bootstrap_port or _free_port(18800)
         spec = self._spec("bootstrap", "bootstrap", _BOOTSTRAP, host="127.0.0.1", port=bootstrap_port)

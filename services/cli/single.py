@@ -68,12 +68,11 @@ def _command(name: str, kind: type[CommonConfig]) -> Callable[[Path | None, dict
             flags["role"] = Role.MIXED if extra["aggregated"] else Role.DECODE
         try:
             run_service(name, _with_model(load(kind, file=file, flags=flags)), reporter)
-        except ConfigError as exc:
-            reporter.failed(exc.message, 2)
-            raise
         except PdmeshError as exc:
-            reporter.failed(exc.message, 1)
-            raise
+            code = 2 if isinstance(exc, ConfigError) else 1
+            if not reporter.failed(exc.message, code):
+                raise  # nobody else tells the user
+            return code
         except Exception as exc:
             reporter.failed(f"{type(exc).__name__}: {exc}", 1)
             raise

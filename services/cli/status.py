@@ -15,6 +15,7 @@ import grpc
 import httpx
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -45,7 +46,7 @@ def _command(file: Path | None, flags: dict[str, Any], extra: dict[str, Any]) ->
     if extra["json"]:
         print(json.dumps(status))
     else:
-        show(status, Console(highlight=False))
+        show(status, wide_console())
     return 0
 
 
@@ -204,14 +205,30 @@ def _unique(services: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list({(s["host"], s["pid"], s["name"]): s for s in services}.values())
 
 
+def wide_console() -> Console:
+    """Standard output, wide enough that no cell is cut; a narrow terminal wraps the lines itself."""
+    console = Console(highlight=False)
+    console.width = max(console.width, 180)
+    return console
+
+
+def plain_table(*columns: str, title: str = "") -> Table:
+    """A table without a frame whose cells stay on one line."""
+    table = Table(box=SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False)
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    return table
+
+
 def show(status: dict[str, Any], console: Console) -> None:
     """Prints the status as tables."""
     revision = status["revision"]
     console.print(f"rank table {revision['table_epoch']}/{revision['n']} of {status['bootstrap']}")
-    ranks = Table("instance", "role", "dp.cp.tp", "state", "health", "endpoint", "pid", "engine", "running", "queued")
-    kv = Table("instance", *_KV, "incarnation", "up for", title="KV blocks", title_justify="left")
-    pairs = Table("instance", "peer", "transport", "why", "up", "MB", "GB/s", "failures", title="Transfer pairs",
-                  title_justify="left")  # fmt: skip
+    ranks = plain_table(
+        "instance", "role", "dp.cp.tp", "state", "health", "endpoint", "pid", "engine", "running", "queued"
+    )
+    kv = plain_table("instance", *_KV, "incarnation", "up for", title="KV blocks")
+    pairs = plain_table("instance", "peer", "transport", "why", "up", "MB", "GB/s", "failures", title="Transfer pairs")
     for r in status["ranks"]:
         place = f"{r['dp']}.{r['cp']}.{r['tp']}"
         numbers = [str(n) for n in (r["pid"], r["engine_pid"], r["load"]["running"], r["load"]["queued"])]
@@ -225,7 +242,7 @@ def show(status: dict[str, Any], console: Console) -> None:
             pairs.add_row(
                 r["instance"], p["peer_instance"], p["transport"], p["reason"], up, amount, rate, str(p["failures"])
             )
-    services = Table("service", "instance", "pid", "host", "address", title="Processes", title_justify="left")
+    services = plain_table("service", "instance", "pid", "host", "address", title="Processes")
     for s in status["services"]:
         services.add_row(s["name"], s["instance"], str(s["pid"]), s["host"], s["endpoint"])
     for table in (ranks, kv, pairs, services):

@@ -299,7 +299,7 @@ class RosterWatcher:
         call = bootstrap_service_pb2_grpc.BootstrapServiceStub(channel).WatchRankTable(request)
         try:
             message = await asyncio.wait_for(call.read(), self._first_timeout)
-            while message is not grpc.aio.EOF:
+            while message is not grpc.aio.EOF:  # type: ignore[attr-defined]  # missing in the stubs
                 backoff.reset()
                 self._take(bootstrap, message)
                 message = await call.read()

@@ -29,8 +29,9 @@ IOV_MAX = 1024
 class Outgoing:
     """Sends whole frames from the push thread on a non-blocking socket."""
 
-    def __init__(self, sock: socket.socket, dial: Dial) -> None:
+    def __init__(self, sock: socket.socket, dial: Dial, *, stall_seconds: float = STALL_SECONDS) -> None:
         self._sock, self._stop, self._interrupt = sock, dial.stop, dial.interrupt
+        self._stall_seconds = stall_seconds
         self._poll = select.poll()
         self._poll.register(sock, select.POLLOUT)
         self._poll.register(dial.interrupt.fileno(), select.POLLIN)
@@ -39,16 +40,16 @@ class Outgoing:
         """Sends all of it, straight from the buffers. Blocks while the peer takes nothing.
 
         Raises LinkBroken when the socket fails, when the link is being closed, or when `cancel` is set and
-        the frame can't be finished within STALL_SECONDS: the stream would be in pieces otherwise.
+        the frame can't be finished within stall_seconds: the stream would be in pieces otherwise.
         """
         at, give_up = 0, 0.0
         while at < len(buffers):
             if self._stop.is_set():
                 raise LinkBroken("the link is being closed")
             if cancel is not None and cancel.is_set():
-                give_up = give_up or time.monotonic() + STALL_SECONDS
+                give_up = give_up or time.monotonic() + self._stall_seconds
                 if time.monotonic() >= give_up:
-                    raise LinkBroken(f"the peer did not take the rest of a frame within {STALL_SECONDS:g} s")
+                    raise LinkBroken(f"the peer did not take the rest of a frame within {self._stall_seconds:g} s")
             try:
                 sent = self._sock.sendmsg(buffers[at : at + IOV_MAX], [], socket.MSG_NOSIGNAL)
             except BlockingIOError:

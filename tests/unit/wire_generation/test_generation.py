@@ -1,0 +1,152 @@
+"""GenerationRequest <-> GenerateSpec."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_core.types.errors import DeadlineError, InvalidRequestError
+from engine_core.types.ids import SessionId
+from engine_core.types.request import Finish, FinishReason, GenerateSpec, StageTimings
+from engine_core.types.sampling import SamplingParams
+from pdmesh.common.v1 import generation_pb2, identity_pb2
+from pdmesh.decode.v1 import decode_service_pb2
+from services.wire.generation import (
+    DEFAULT_TIMEOUT,
+    finish_from_proto,
+    finish_to_proto,
+    monotonic_deadline,
+    sampling_from_proto,
+    seconds_left,
+    spec_from_proto,
+    spec_to_proto,
+)
+
+token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(tuple)
+single = st.floats(0, 1, width=32)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> GenerateSpec:
+    emitted = draw(token_ids)
+    most = draw(st.integers(len(emitted) + 1, 2**31 - 1))
+    return GenerateSpec(
+        session=SessionId(draw(st.integers(1, 2**63 - 1)), draw(st.integers(0, 2**31 - 1))),
+        request_id=draw(st.text(max_size=20)),
+        prompt_token_ids=(draw(st.integers(0, 2**31 - 1)), *draw(token_ids)),
+        emitted_token_ids=emitted,
+        sampling=SamplingParams(
+            max_tokens=most,
+            temperature=draw(st.floats(0, 100, width=32)),
+            top_p=draw(st.floats(0.0625, 1, width=32)),
+            top_k=draw(st.integers(0, 2**31 - 1)),
+            min_p=draw(single),
+            seed=draw(st.integers(0, 2**64 - 1)),
+            min_tokens=draw(st.integers(0, most)),
+            stop_token_ids=draw(token_ids),
+            ignore_eos=draw(st.booleans()),
+        ),
+        arrival_ms=draw(st.integers(1, 2**63 - 1)),
+        deadline=5.0,
+        cache_salt=draw(st.text(max_size=5)),
+    )
+
+
+@given(specs())
+def test_round_trip(spec: GenerateSpec) -> None:
+    message = generation_pb2.GenerationRequest.FromString(spec_to_proto(spec, "fp").SerializeToString())
+    assert message.fingerprint == "fp"
+    assert spec_from_proto(message, 5.0) == spec
+
+
+def request(**more: object) -> generation_pb2.GenerationRequest:
+    fields: dict[str, object] = {
+        "session": identity_pb2.SessionId(room=1),
+        "prompt_token_ids": [1],
+        "sampling": generation_pb2.SamplingParams(max_tokens=4),
+        "arrival_unix_ms": 1,
+    }
+    return generation_pb2.GenerationRequest(**(fields | more))
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"session": identity_pb2.SessionId(room=0)}, "request.session.room"),
+        ({"session": identity_pb2.SessionId(room=-5)}, "request.session.room"),
+        ({"session": identity_pb2.SessionId(room=1, attempt=-1)}, "request.session.attempt"),
+        ({"prompt_token_ids": []}, "request.prompt_token_ids"),
+        ({"prompt_token_ids": [1, -1]}, "request.prompt_token_ids"),
+        ({"emitted_token_ids": [1, 2, 3, 4]}, "request.emitted_token_ids"),
+        ({"emitted_token_ids": [-2]}, "request.emitted_token_ids"),
+        ({"arrival_unix_ms": -1}, "request.arrival_unix_ms"),
+    ],
+)
+def test_bad_requests_name_the_field(change: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        spec_from_proto(request(**change), 1.0)
+    assert caught.value.field == field
+    assert field in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"temperature": -0.5}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_p": float("nan")}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"min_p": float("nan")}, "min_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -7}, "max_tokens"),
+        ({"min_tokens": 5}, "min_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"stop_token_ids": [-3]}, "stop_token_ids"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"presence_penalty": -0.5}, "presence_penalty"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"logit_bias": {3: 1.0}}, "logit_bias"),
+        ({"logprobs": 0}, "logprobs"),
+    ],
+)
+def test_bad_sampling_names_the_field(change: dict[str, object], name: str) -> None:
+    message = generation_pb2.SamplingParams(**({"max_tokens": 4} | change))
+    with pytest.raises(InvalidRequestError) as caught:
+        sampling_from_proto(message)
+    assert caught.value.field == f"request.sampling.{name}"
+
+
+def test_unset_fields_take_neutral_values() -> None:
+    message = generation_pb2.SamplingParams(max_tokens=4, repetition_penalty=1.0)
+    assert sampling_from_proto(message) == SamplingParams(max_tokens=4)
+
+
+def test_finish_round_trip() -> None:
+    for stop_token in (None, 0, 7):
+        finish = Finish(
+            reason=FinishReason.STOP,
+            stop_token_id=stop_token,
+            cached_tokens=16,
+            path="pd",
+            transport="shm",
+            timings=StageTimings(1.0, 2.0, 3.0, 4.0),
+            prefill_timings=StageTimings(5.0, 6.0, 7.0, 8.0),
+        )
+        assert finish_from_proto(finish_to_proto(finish)) == finish
+    for reason in FinishReason:
+        assert finish_from_proto(finish_to_proto(Finish(reason=reason))).reason is reason
+    with pytest.raises(InvalidRequestError):
+        finish_from_proto(decode_service_pb2.Finished())
+
+
+def test_deadlines() -> None:
+    assert monotonic_deadline(2.5, now=10.0) == 12.5
+    assert monotonic_deadline(None, now=10.0) == 10.0 + DEFAULT_TIMEOUT
+    assert seconds_left(12.5, now=10.0) == 2.5
+    with pytest.raises(DeadlineError):
+        seconds_left(12.5, now=12.5)

@@ -45,7 +45,7 @@ def make_app(front: Front) -> FastAPI:
         return error_response(known)
 
     for kind in (PdmeshError, Exception):
-        app.add_exception_handler(kind, on_error)  # type: ignore[arg-type]
+        app.add_exception_handler(kind, on_error)
     app.add_exception_handler(HTTPException, _on_http_error)  # type: ignore[arg-type]
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
     return app

@@ -27,7 +27,8 @@ from engine_core.types.errors import (
 from services.config import RouterConfig
 from services.router.admission import Admission, Ticket
 from services.router.http import as_pdmesh_error, error_status
-from services.router.journey import Delta, Journey, Mesh, SampleResult, SampleSpec, Sink, derive_seed
+from services.router.journey import Delta, Journey, SampleResult, SampleSpec, Sink, derive_seed
+from services.router.mesh import Mesh
 from services.router.metrics import RouterMetrics, WorkerFigures
 from services.router.openai_schema import Prompt
 from services.router.options import GenerationOptions, SamplingDefaults

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import random
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -40,81 +38,18 @@ from engine_core.types.ids import SessionId, mint_room
 from engine_core.types.request import Finish, FinishReason, GenerateSpec
 from engine_core.types.sampling import SamplingParams
 from pdmesh.decode.v1 import decode_service_pb2, decode_service_pb2_grpc
-from services.config import PlacementPolicy
-from services.router.metrics import RouterMetrics
+from services.router.mesh import Mesh
 from services.router.options import GenerationOptions
 from services.router.output_text import OutputText
-from services.router.placement import Placement, Signals, choose
-from services.router.rooms import RoomRecorder, route_of
-from services.router.table import WatchedTable
-from services.router.tokenizer import RouterTokenizer
+from services.router.placement import Placement
+from services.router.rooms import route_of
 from services.router.trace import Trace
-from services.runtime.channels import ChannelPool
 from services.runtime.errors import from_rpc_error
 from services.wire.bootstrap import RankRow, peer_to_proto
 from services.wire.generation import finish_from_proto, spec_to_proto
 
-_SUSPECT_SECONDS = 3.0
 _BACKOFF = 0.05
 """Seconds before the first new attempt; doubled for each further one, and drawn between half and all of it."""
-
-
-class Mesh:
-    """What all journeys of a router share: the table, channels, and what is known of the workers."""
-
-    def __init__(
-        self,
-        table: WatchedTable,
-        pool: ChannelPool,
-        tokenizer: RouterTokenizer,
-        digest: str,
-        *,
-        policy: PlacementPolicy,
-        recorder: RoomRecorder,
-        metrics: RouterMetrics,
-        max_attempts: int = 3,
-        peer_wait: float = 1.0,
-        rng: random.Random | None = None,
-    ) -> None:
-        self.table, self.pool, self.tokenizer, self.digest = table, pool, tokenizer, digest
-        self.policy, self.recorder, self.metrics = policy, recorder, metrics
-        self.max_attempts, self.peer_wait = max_attempts, peer_wait
-        self.rng = rng or random.Random()
-        self.in_flight: Counter[int] = Counter()
-        self._suspects: dict[int, float] = {}
-        self._turn = 0
-
-    def place(self, room: int, prompt_tokens: int, avoid: set[int], fingerprint: str) -> Placement:
-        """Raises UnavailableError or ContextLengthError; see placement.choose."""
-        now = time.monotonic()
-        for incarnation in [i for i, until in self._suspects.items() if until <= now]:
-            del self._suspects[incarnation]
-        self._turn += 1
-        return choose(
-            self.policy,
-            room,
-            self.table.rows(),
-            tokenizer_digest=self.digest,
-            turn=self._turn - 1,
-            rng=self.rng,
-            signals=Signals(self.in_flight, avoid | self._suspects.keys()),
-            prompt_tokens=prompt_tokens,
-            fingerprint=fingerprint,
-        )
-
-    def suspect(self, incarnation: int) -> None:
-        """New samples avoid this worker for a moment: its connection failed, the table will say more."""
-        self._suspects[incarnation] = time.monotonic() + _SUSPECT_SECONDS
-
-    def enter(self, row: RankRow) -> None:
-        """One more sample is with that worker."""
-        self.in_flight[row.incarnation] += 1
-
-    def leave(self, row: RankRow) -> None:
-        """One less."""
-        self.in_flight[row.incarnation] -= 1
-        if self.in_flight[row.incarnation] <= 0:
-            del self.in_flight[row.incarnation]
 
 
 class SampleSpec(msgspec.Struct, frozen=True):

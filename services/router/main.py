@@ -20,7 +20,7 @@ from engine_core.types.errors import ConfigError
 from services.config import RouterConfig
 from services.router.app import make_app
 from services.router.front import Front, ModelInfo
-from services.router.journey import Mesh
+from services.router.mesh import Mesh
 from services.router.metrics import RouterMetrics, WorkerFigures
 from services.router.rooms import RoomRecorder
 from services.router.table import WatchedTable

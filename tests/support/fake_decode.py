@@ -85,16 +85,12 @@ class FakeDecode(decode_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerServic
         max_model_len: int = 4096,
         kv_capacity_tokens: int = 100_000,
         digest: str = "",
-        load: Load = Load(),
+        load: Load | None = None,
     ) -> None:
         self.script = script
         self.name, self.role, self.parts = name, role, PARTS if parts is None else parts
-        self.max_model_len, self.kv_capacity_tokens, self.digest, self.load = (
-            max_model_len,
-            kv_capacity_tokens,
-            digest,
-            load,
-        )
+        self.max_model_len, self.kv_capacity_tokens = max_model_len, kv_capacity_tokens
+        self.digest, self.load = digest, load or Load()
         self.incarnation = mint_incarnation()
         self.endpoint = "127.0.0.1:1"  # nobody listens there
         self.requests: list[decode_pb2.GenerateRequest] = []
@@ -134,7 +130,7 @@ class FakeDecode(decode_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerServic
                     raise step
                 else:
                     yield step
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # while waiting, or while a message was on its way
             self.cancelled.set()
             raise
         finally:

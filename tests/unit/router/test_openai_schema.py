@@ -1,0 +1,213 @@
+"""What requests are read as, and which field a refusal names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from engine_core.types.errors import InvalidRequestError
+from services.router.openai_schema import (
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    SamplingRequest,
+    parse_request,
+)
+from services.router.options import SamplingDefaults, options_of
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse_request(CompletionRequest, orjson.dumps({"prompt": "a", **fields}))
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return parse_request(ChatRequest, orjson.dumps({"messages": USER, **fields}))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "read"),
+    [
+        ("a", ("a",)),
+        ([1, 2], ((1, 2),)),
+        (["a", "b"], ("a", "b")),
+        ([[1], [2, 3]], ((1,), (2, 3))),
+        (["a", [1]], ("a", (1,))),
+    ],
+)
+def test_prompt_shapes(prompt: Any, read: Any) -> None:
+    assert completion(prompt=prompt).prompt == read
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", [], [""], [[]], None, 5, {"a": 1}, [1, -1], [1, 2.5], [True], [1, "a"], [2**31], [[1], [None]]]
+)
+def test_wrong_prompts(prompt: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        completion(prompt=prompt)
+    assert caught.value.field == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 1e30),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("top_p", 1.01),
+        ("top_p", -1),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("min_p", 2),
+        ("max_tokens", 0),
+        ("max_tokens", -5),
+        ("max_tokens", 10**15),
+        ("max_tokens", "16"),
+        ("max_tokens", 16.0),
+        ("min_tokens", -1),
+        ("n", 0),
+        ("n", 1000),
+        ("seed", 2**63),
+        ("seed", "x"),
+        ("stop", ["a"] * 17),
+        ("stop", ""),
+        ("stop", 5),
+        ("stop", [1]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", "a"),
+        ("stream", "yes"),
+        ("stream_options", {"include_usage": True}),
+        ("ignore_eos", 1),
+        ("model", 5),
+        ("user", []),
+    ],
+)
+def test_wrong_values_name_their_field(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        completion(**{field: value})
+    assert caught.value.field == field
+    assert field in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("field", "neutral", "other"),
+    [
+        ("logprobs", None, 1),
+        ("echo", False, True),
+        ("suffix", "", "x"),
+        ("best_of", 1, 2),
+        ("repetition_penalty", 1.0, 1.1),
+        ("frequency_penalty", 0, 0.5),
+        ("presence_penalty", 0.0, -1),
+        ("logit_bias", {}, {"5": 1}),
+        ("response_format", {"type": "text"}, {"type": "json_object"}),
+        ("tools", [], [{"type": "function"}]),
+        ("top_logprobs", 0, 3),
+        ("use_beam_search", False, True),
+        ("guided_json", None, {}),
+    ],
+)
+def test_unsupported_fields_are_taken_only_when_they_change_nothing(field: str, neutral: Any, other: Any) -> None:
+    completion(**{field: neutral})
+    chat(**{field: None})
+    with pytest.raises(InvalidRequestError) as caught:
+        completion(**{field: other})
+    assert caught.value.field == field
+
+
+def test_unknown_fields_are_ignored() -> None:
+    assert completion(store=True, metadata={"a": "b"}, wonder=[1]).prompt == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "told"),
+    [
+        (b'{"prompt": "a\xff"}', "prompt", "UTF-8"),
+        (b'{"prompt": "\\ud800"}', "prompt", "surrogate"),
+        (b'{"prompt": "a", "temperature": NaN}', "temperature", "NaN"),
+        (b'{"prompt": "a", "top_p": -Infinity}', "top_p", "-Infinity"),
+        (b'{"prompt": "a", "max_tokens": 1e999}', "max_tokens", "beyond"),
+        (b'{"prompt": ["a", "\\udc00"]}', "prompt[1]", "surrogate"),
+        (b'{"prompt": \xff', "", "UTF-8"),
+        (b"{", "", "not JSON"),
+        (b"", "", "not JSON"),
+        (b"[]", "", "object"),
+        (b'"a"', "", "object"),
+        (b"[" * 3000, "", "not JSON"),
+    ],
+)
+def test_bodies_that_are_not_json(body: bytes, field: str, told: str) -> None:
+    with pytest.raises(InvalidRequestError, match=told) as caught:
+        parse_request(CompletionRequest, body)
+    assert caught.value.field == field
+
+
+def test_message_contents() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [
+        {"role": "developer", "content": "x"},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "tool", "content": "t", "tool_call_id": "1", "extra": 5},
+    ]
+    read = [m.for_template() for m in chat(messages=messages).messages]
+    assert [m["content"] for m in read] == ["x", "a\nb", "", "t"]
+    assert read[3]["extra"] == 5
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([], "messages"),
+        (None, "messages"),
+        ("hi", "messages"),
+        ([5], "messages[0]"),
+        ([{"role": "king", "content": "x"}], "messages[0].role"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([*USER, {"role": "user"}], "messages[1].content"),
+        ([{"role": "user", "content": None}], "messages[0].content"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content"),
+    ],
+)
+def test_wrong_messages(messages: Any, field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(messages=messages)
+    assert caught.value.field == field
+
+
+def test_a_missing_prompt_is_named() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_request(CompletionRequest, b"{}")
+    assert caught.value.field == "prompt"
+
+
+def test_generate_reads_sampling_params() -> None:
+    body = {"text": "a", "sampling_params": {"max_new_tokens": 5, "temperature": 0}, "temperature": 0.5}
+    asked = parse_request(GenerateRequest, orjson.dumps(body))
+    assert (asked.prompt(), asked.token_limit(), asked.temperature) == ("a", 5, 0.5)
+    for wrong in ({}, {"text": "a", "input_ids": [1]}):
+        with pytest.raises(InvalidRequestError, match="exactly one"):
+            parse_request(GenerateRequest, orjson.dumps(wrong)).prompt()
+
+
+def options(asked: SamplingRequest, defaults: SamplingDefaults = SamplingDefaults()) -> Any:  # noqa: B008
+    return options_of(asked, defaults, 16)
+
+
+def test_options_fill_in_defaults() -> None:
+    plain = options(completion())
+    assert (plain.temperature, plain.top_p, plain.top_k, plain.n, plain.max_tokens) == (1.0, 1.0, 0, 1, 16)
+    model = SamplingDefaults.read({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": "x"})
+    filled = options(completion(), model)
+    assert (filled.temperature, filled.top_p, filled.top_k, filled.min_p) == (0.6, 0.95, 20, 0.0)
+    asked = options(completion(temperature=0, top_k=-1, top_p=0, seed=-1, stop="x"), model)
+    assert (asked.temperature, asked.top_k, asked.seed, asked.stop) == (0.0, 0, 2**64 - 1, ("x",))
+    assert 0 < asked.top_p < 1e-3
+    assert options(chat(max_tokens=5, max_completion_tokens=7)).max_tokens == 7
+    with pytest.raises(InvalidRequestError, match="min_tokens"):
+        options(completion(min_tokens=6, max_tokens=5))

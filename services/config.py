@@ -69,7 +69,7 @@ class WorkerConfig(CommonConfig):
     transfer_script: str = Field("", description="JSON that the scripted transport reads; for tests")
     transfer_host: str = Field("127.0.0.1", description="Address of the tcp transport")
     verify_kv: bool = Field(False, description="Compare checksums of transferred KV")
-    socket_dir: str = Field("", description="Directory of link sockets; shared by workers that use shm")
+    socket_dir: str = Field("", description="Directory of link sockets; one that workers in other containers see too")
     queue_timeout: float = Field(60.0, gt=0, description="Seconds that a request may wait")
     kv_progress_timeout: float = Field(15.0, gt=0, description="Seconds without KV before a transfer is given up")
     token_stall_timeout: float = Field(30.0, gt=0, description="Seconds without a token before a stream ends")

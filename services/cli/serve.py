@@ -12,7 +12,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 from engine_core.types.errors import ConfigError, UnavailableError
+from engine_core.types.request import Role
 from services.cli.handshake import Reporter
 from services.cli.model_path import resolve, served_names
 from services.cli.options import add_command
@@ -63,7 +64,7 @@ class Serve:
 
     async def run(self, stop: Stop) -> int:
         """Starts everything, serves until told to stop, ends everything. Returns the exit code."""
-        sockets = tempfile.mkdtemp(prefix="pdmesh-")
+        sockets = _sockets_directory()
         supervisor = Supervisor(self._say, start_timeout=self._config.start_timeout)
         tasks, code = TaskOwner("serve"), 0
         try:
@@ -94,7 +95,7 @@ class Serve:
 
     async def _start_all(self, supervisor: Supervisor, sockets: str) -> None:
         config = self._config
-        bootstrap_port = config.bootstrap_port or _free_port(18800)
+        bootstrap_port = config.bootstrap_port or _free_port(0)
         spec = self._spec("bootstrap", "bootstrap", _BOOTSTRAP, host="127.0.0.1", port=bootstrap_port)
         await supervisor.until_ready([supervisor.add(spec)], config.start_timeout)
 
@@ -106,11 +107,12 @@ class Serve:
         taken = {bootstrap_port, config.port}
         for name in self._worker_names():
             kind: ServiceKind = "prefill" if name.startswith("prefill") else "decode"
-            port = _free_port(_FIRST_PORT[kind], taken)
+            # Who asks for a free HTTP port runs several meshes: their workers must not race for the usual ports.
+            port = _free_port(_FIRST_PORT[kind] if config.port else 0, taken)
             taken.add(port)
             chosen = model | {"port": port, "instance": name, "socket_dir": sockets}
             supervisor.add(self._spec(kind, name, _WORKERS, **chosen))
-        port = config.port or _free_port(8000, taken)
+        port = config.port or _free_port(0, taken)
         supervisor.add(self._spec("router", "router", _ROUTER, host=config.host, port=port, **model))
         await supervisor.until_ready(supervisor.children, config.start_timeout)
 
@@ -125,11 +127,7 @@ class Serve:
         workers = "1 mixed" if config.aggregated else f"{config.prefill} prefill + {config.decode} decode"
         detail = f"model {name}, {workers}"
         if not config.aggregated:
-            try:
-                pairs = [pair for rank in (await collect(bootstrap, 2.0))["ranks"] for pair in rank["pairs"]]
-            except UnavailableError:
-                pairs = []
-            used = sorted({pair["transport"] for pair in pairs if pair["up"]})
+            used = await _transports(bootstrap, config.prefill * config.decode)
             detail += f", transfer {'/'.join(used) or config.options.get('transfer_backend', 'auto')}"
         print(f"pdmesh is ready: {url}/v1 ({detail})", flush=True)
         pids = {child.spec.name: child.pid for child in supervisor.children}
@@ -181,18 +179,44 @@ def _flag(field: str, value: Any) -> list[str]:
     return [flag, str(value)]
 
 
-def _free_port(preferred: int, taken: set[int] | frozenset[int] = frozenset()) -> int:
-    """The first of `preferred` and the 99 ports after it that nobody listens on. Raises ConfigError."""
+def _sockets_directory() -> str:
+    """A directory of this process's own; those of processes that were killed are removed."""
+    for old in Path(tempfile.gettempdir()).glob("pdmesh-serve-*"):
+        pid = old.name.split("-")[2]
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(old, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f"pdmesh-serve-{os.getpid()}-")
+
+
+async def _transports(bootstrap: str, pairs: int) -> list[str]:
+    """The transports of the links between workers, once `pairs` of them are up, or after some seconds anyhow."""
+    deadline = asyncio.get_running_loop().time() + 5.0
+    while True:
+        try:
+            ranks = (await collect(bootstrap, 2.0))["ranks"]
+        except UnavailableError:
+            ranks = []
+        up = [pair["transport"] for r in ranks if r["role"] == Role.DECODE for pair in r["pairs"] if pair["up"]]
+        if len(up) >= pairs or asyncio.get_running_loop().time() >= deadline:
+            return sorted(set(up))
+        await asyncio.sleep(0.1)
+
+
+def _free_port(preferred: int, taken: Collection[int] = ()) -> int:
+    """The first of `preferred` and the 99 ports after it that nobody listens on; with 0 any free port.
+
+    Raises ConfigError.
+    """
     for port in range(preferred, preferred + 100):
         if port in taken:
             continue
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind(("127.0.0.1", port))
+                probe.bind(("127.0.0.1", port if preferred else 0))
             except OSError:
                 continue
-            return port
+            return int(probe.getsockname()[1])
     raise ConfigError(f"no free port in {preferred}..{preferred + 99}", field="port")
 
 

@@ -28,9 +28,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import grpc
-import msgspec
-
-from engine_core.config import DisaggConfig, InferenceConfig, ModelConfig, SchedulerConfig
 from engine_core.lifecycle.membership import MembershipState
 from engine_core.types.errors import FencedError, Leg, PdmeshError, UnavailableError
 from engine_core.types.ids import RankCoord
@@ -42,6 +39,7 @@ from services.runtime.server import GrpcServer
 from services.runtime.tasks import Stop, TaskOwner
 from services.wire.bootstrap import InstanceSpec, RankRow, RowKey, WatchedService
 from services.worker.engine_client import EngineClient
+from services.worker.engine_config import inference_config
 from services.worker.identity import WorkerIdentity
 from services.worker.late import LateServicer
 from services.worker.registration import Registration, mint_above_holders
@@ -85,45 +83,6 @@ class RoleServices(Protocol):
 
     def connect(self, parts: WorkerParts) -> None:
         """The engine is ready: serve."""
-
-
-def inference_config(config: WorkerConfig, socket_dir: str) -> dict[str, Any]:
-    """What the engine is told, as plain data."""
-    names = config.served_model_name
-    whole = InferenceConfig(
-        model=ModelConfig(
-            model_path=config.model,
-            model_name=names[0] if names else "",
-            dtype=config.dtype,
-            max_model_len=config.max_model_len,
-            attention_backend=config.attention_backend,
-            linear_backend=config.linear_backend,
-            num_threads=config.threads,
-        ),
-        scheduler=SchedulerConfig(
-            max_batch_tokens=config.max_batch_tokens,
-            max_running=config.max_running,
-            max_queued=config.max_queued,
-            block_size=config.block_size,
-            kv_tokens=config.kv_tokens,
-            kv_memory_bytes=config.kv_memory_mb << 20,
-            enable_prefix_cache=config.prefix_cache,
-            max_local_tokens=config.max_local_tokens,
-            queue_timeout=config.queue_timeout,
-            kv_progress_timeout=config.kv_progress_timeout,
-        ),
-        disagg=DisaggConfig(
-            disaggregation_mode=config.role,
-            transfer_backend=config.transfer_backend,
-            socket_dir=socket_dir,
-            tcp_host=config.transfer_host,
-            verify_kv=config.verify_kv,
-            script=config.transfer_script,
-        ),
-    )
-    whole.check()
-    plain: dict[str, Any] = msgspec.to_builtins(whole)
-    return plain
 
 
 async def run_worker(
@@ -170,8 +129,12 @@ async def run_worker(
                 "incarnation": identity.incarnation,
             }
         )
-        await life.any_set(stop.draining)
-        await life.drain(stop, config.drain_timeout)
+        try:
+            await life.any_set(stop.draining)
+            await life.drain(stop, config.drain_timeout)
+        except PdmeshError as exc:
+            await life.give_up(exc)
+            raise
 
 
 class _Life:
@@ -365,6 +328,13 @@ class _Life:
         await self.server.set_serving(False)
         if self._registration is not None:
             await self._registration.drain()
+
+    async def give_up(self, why: PdmeshError) -> None:
+        """Refuses and ends everything: the engine died or the row has a later holder."""
+        self.sessions.drain(why.message)
+        self.sessions.cut(why.message, why.reason)
+        await self.server.set_serving(False)
+        await self.sessions.wait_idle(_STOP_GRACE)
 
     async def drain(self, stop: Stop, limit: float) -> None:
         """Lets sessions end, transfers included, for `limit` seconds or until the second stop; cuts the rest."""

@@ -28,10 +28,11 @@ from typing import Any
 import msgspec
 
 from engine_core.host import frames
-from engine_core.host.frames import FromEngine, LinkDown, LinkUp, Ready, Stats, ToEngine
+from engine_core.host.frames import FromEngine, LinkUp, Ready, Stats, ToEngine
 from engine_core.lifecycle.machine import Move
 from engine_core.types.errors import ConfigError, FencedError, InternalError, Leg, QueueFullError, UnavailableError
 from engine_core.types.ids import Incarnation, SessionId
+from services.worker.link_book import LinkBook, LinkListener
 from services.worker.session_handle import SessionHandle
 
 logger = logging.getLogger(__name__)
@@ -39,8 +40,8 @@ logger = logging.getLogger(__name__)
 SOFT_WRITE_LIMIT = 32 * 1024 * 1024
 HARD_WRITE_LIMIT = 256 * 1024 * 1024
 REAP_SECONDS = 5.0
+EXIT_SECONDS = 0.02
 
-LinkListener = Callable[[LinkUp | LinkDown], None]
 MovesListener = Callable[[tuple[Move, ...]], None]
 
 
@@ -73,9 +74,7 @@ class EngineClient:
         self._ready_timeout, self._watchdog_timeout = ready_timeout, watchdog_timeout
         self._on_moves = on_moves
         self._sessions: dict[SessionId, SessionHandle] = {}
-        self._link_listeners: list[LinkListener] = []
-        self._link_waiters: dict[int, asyncio.Future[LinkUp]] = {}
-        self._links: dict[int, LinkUp] = {}
+        self._links = LinkBook()
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
         self._ready: asyncio.Future[Ready] | None = None
@@ -135,7 +134,7 @@ class EngineClient:
             start_new_session=True,
         )
 
-    async def close(self, grace: float = 2.0) -> None:
+    async def close(self, grace: float = 5.0) -> None:
         """Ends the engine: Shutdown, then SIGKILL after `grace` seconds. Idempotent; leaves no process."""
         self._closing = True
         if self._watchdog is not None:
@@ -177,16 +176,12 @@ class EngineClient:
             if self._process.poll() is None:
                 self._process.kill()
             logger.error("engine pid %d: %s", self._process.pid, why)
-        error = self._dead_error()
         for handle in list(self._sessions.values()):
             handle.fail(self._dead_error())
         self._sessions.clear()
-        for waiter in self._link_waiters.values():
-            if not waiter.done():
-                waiter.set_exception(self._dead_error())
-        self._link_waiters.clear()
+        self._links.fail(self._dead_error)
         if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(error)
+            self._ready.set_exception(self._dead_error())
         self.dead.set()
 
     def _dead_error(self) -> UnavailableError:
@@ -263,7 +258,7 @@ class EngineClient:
 
     def add_link_listener(self, listener: LinkListener) -> None:
         """Calls `listener` on each LinkUp and LinkDown, on the loop. Not called for engine death."""
-        self._link_listeners.append(listener)
+        self._links.add_listener(listener)
 
     def link(self, link_id: int) -> LinkUp | None:
         """The link's LinkUp while it is up."""
@@ -276,9 +271,9 @@ class EngineClient:
         """
         if self._death is not None:
             raise self._dead_error()
-        waiter = self._link_waiter(frame.link_id)
+        waiter = self._links.expect(frame.link_id)
         self._write(frame)
-        return await self._await_link(frame.link_id, waiter, timeout)
+        return await self._links.wait(frame.link_id, waiter, timeout)
 
     async def wait_link(self, link_id: int, timeout: float) -> LinkUp:
         """Awaits a link that the other end opens. Raises as connect_link does."""
@@ -286,45 +281,7 @@ class EngineClient:
             raise self._dead_error()
         if (up := self._links.get(link_id)) is not None:
             return up
-        return await self._await_link(link_id, self._link_waiter(link_id), timeout)
-
-    def _link_waiter(self, link_id: int) -> asyncio.Future[LinkUp]:
-        waiter = self._link_waiters.get(link_id)
-        if waiter is None:
-            waiter = asyncio.get_running_loop().create_future()
-            waiter.add_done_callback(_retrieve)
-            self._link_waiters[link_id] = waiter
-        return waiter
-
-    async def _await_link(self, link_id: int, waiter: asyncio.Future[LinkUp], timeout: float) -> LinkUp:
-        try:
-            async with asyncio.timeout(timeout):
-                return await asyncio.shield(waiter)
-        except TimeoutError:
-            self._link_waiters.pop(link_id, None)
-            raise UnavailableError(
-                f"link {link_id} was not up within {timeout:g} s", leg=Leg.TRANSFER, reason="LINK_TIMEOUT"
-            ) from None
-
-    def _on_link(self, frame: LinkUp | LinkDown) -> None:
-        waiter = self._link_waiters.pop(frame.link_id, None)
-        if isinstance(frame, LinkUp):
-            self._links[frame.link_id] = frame
-            if waiter is not None and not waiter.done():
-                waiter.set_result(frame)
-        else:
-            self._links.pop(frame.link_id, None)
-            if waiter is not None and not waiter.done():
-                waiter.set_exception(
-                    UnavailableError(
-                        f"link {frame.link_id} is down: {frame.reason}",
-                        leg=Leg.TRANSFER,
-                        reason="LINK_DOWN",
-                        peer_incarnation=frame.peer_incarnation,
-                    )
-                )
-        for listener in self._link_listeners:
-            listener(frame)
+        return await self._links.wait(link_id, self._links.expect(link_id), timeout)
 
     # ---- frames -------------------------------------------------------------------------------------------
 
@@ -347,6 +304,8 @@ class EngineClient:
 
     def on_end(self, why: str) -> None:
         """The socket is gone."""
+        if self._process is not None and self._death is None:
+            _wait(self._process, EXIT_SECONDS)  # the socket closes a moment before the exit code is there
         if self._process is not None and self._process.poll() is not None:
             why = f"ended with {_exit_text(self._process.returncode)}"
         self._die(f"engine {why}")
@@ -372,7 +331,7 @@ class EngineClient:
                 if self._on_moves is not None:
                     self._on_moves(frame.moves)
             case frames.LinkUp() | frames.LinkDown():
-                self._on_link(frame)
+                self._links.take(frame)
             case frames.Ready():
                 self.stats_at = time.monotonic()
                 if self._ready is not None and not self._ready.done():

@@ -123,10 +123,10 @@ class SessionTable:
         """True after drain()."""
         return bool(self._draining)
 
-    def cut(self, why: str) -> None:
+    def cut(self, why: str, reason: str = "DRAINING") -> None:
         """Ends every open stream with UnavailableError."""
         for scope in list(self._live):
-            scope.abort(UnavailableError(why, leg=self._leg, reason="DRAINING", peer_incarnation=self._incarnation))
+            scope.abort(UnavailableError(why, leg=self._leg, reason=reason, peer_incarnation=self._incarnation))
 
     async def wait_idle(self, timeout: float) -> bool:
         """Waits for the last stream to end; False when `timeout` seconds were not enough."""

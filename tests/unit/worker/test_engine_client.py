@@ -15,7 +15,7 @@ import pytest
 
 from engine_core.host import frames
 from engine_core.lifecycle.machine import Move
-from engine_core.types.errors import ConfigError, FencedError, InternalError, Leg, PdmeshError, UnavailableError
+from engine_core.types.errors import ConfigError, FencedError, InternalError, Leg, UnavailableError
 from engine_core.types.ids import Incarnation, SessionId
 from engine_core.types.kv import KvLayout
 from engine_core.types.request import FinishReason, GenerateSpec
@@ -121,7 +121,7 @@ async def test_slow_start_is_given_up() -> None:
 
 async def test_missing_program_is_config_error() -> None:
     client = EngineClient({}, Incarnation(7), "d-0", leg=Leg.DECODE, command=("/nonexistent/python",), ready_timeout=20)
-    with pytest.raises(PdmeshError):
+    with pytest.raises(ConfigError, match="could not be started"):
         await client.start()
 
 

@@ -28,7 +28,8 @@ from services.prefill.main import PrefillServices
 from services.runtime.channels import ChannelPool
 from services.runtime.errors import from_rpc_error
 from services.runtime.tasks import Stop
-from services.worker.build import inference_config, run_worker
+from services.worker.build import run_worker
+from services.worker.engine_config import inference_config
 from tests.support import fake_engine
 from tests.support.worker_pair import PROMPT
 
@@ -135,7 +136,7 @@ async def test_pair_registers_links_ahead_and_serves(tmp_path: Path) -> None:
             return [pair.peer_incarnation for pair in stats.pairs if pair.up] == [prefill["incarnation"]]
 
         async with asyncio.timeout(15):
-            while not await linked():
+            while not await linked():  # noqa: ASYNC110  # another process has no event
                 await asyncio.sleep(0.05)
         assert await tokens_of(made.generate(decode, prefill, 1)) == [11, 12, 13, 14, 11]
         stats = await stub.GetStats(worker_pb2.GetStatsRequest(), timeout=5)
@@ -164,7 +165,7 @@ async def test_first_stop_lets_streams_end_then_deregisters(tmp_path: Path) -> N
         assert (await call.read()).token_ids == [11]
         running.stop.request()
         async with asyncio.timeout(10):
-            while await made.health(mixed) != health_pb2.HealthCheckResponse.NOT_SERVING:
+            while await made.health(mixed) != health_pb2.HealthCheckResponse.NOT_SERVING:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await tokens_of(made.generate(mixed, None, 2))

@@ -11,7 +11,8 @@ import os
 import pathlib
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -535,3 +536,38 @@ def test_script_does_what_it_says(inner: str, tmp_path: pathlib.Path) -> None:
         prefill.submit(CancelPush(LINK, sessions[7]))
         prefill.wait(SourceQuiet, session=sessions[7])
         assert not decode.block(7).any()
+
+
+def eventually(condition: Callable[[], bool], within: float = 10.0) -> None:
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("inner", ["shm", "tcp"])
+def test_rules_are_switched_by_a_file_and_a_stubborn_push_outlives_its_cancel(
+    inner: str, tmp_path: pathlib.Path
+) -> None:
+    switch, gate = tmp_path / "switch", tmp_path / "gate"
+    rules: list[dict[str, object]] = [
+        {"action": "hold_until_file", "path": str(gate), "stubborn": True, "when": str(switch)}
+    ]
+    with Endpoint(decode_setup()) as decode, Endpoint(prefill_setup(inner, rules)) as prefill:
+        prefill.fill(7)
+        connect(LINK, prefill, decode)
+        decode.submit(prepare(LINK, S1, 1), prepare(LINK, S2, 2))
+        prefill.submit(push(LINK, S1, 1, (1,), (1,)))
+        prefill.wait(PushDone, session=S1)
+
+        switch.touch()
+        prefill.submit(push(LINK, S2, 1, (2,), (2,)))
+        eventually((tmp_path / "gate.held").exists)
+        prefill.submit(CancelPush(LINK, S2))
+        with pytest.raises(AssertionError):
+            prefill.wait(SourceQuiet, within=0.2, session=S2)
+        assert not decode.block(2).any()
+        gate.touch()
+        prefill.wait(SourceQuiet, session=S2)
+        if inner == "shm":  # nobody can keep a mapped pool from being written
+            assert np.array_equal(decode.block(2), prefill.block(2))

@@ -9,9 +9,11 @@ For each push the first rule that fits acts; without one the push is what it wou
              short_silent       writes half, and claims all
              corrupt            one byte in each piece arrives flipped; checksums are the source's
              lose               neither ends nor writes until it is cancelled
-             hold_until_file    waits for the file `path` to appear, then pushes
+             hold_until_file    makes the file `path`.held, waits for the file `path` to appear, then pushes
     push     acts on the push with this number (from 1, over all links); absent: on any
     session  acts on the session with this number (in order of first push, from 1); absent: on any
+    when     acts only while this file exists; absent: always
+    stubborn with hold_until_file: a cancel neither ends the hold nor the push, as of a writer that was stopped
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import dataclasses
 import pathlib
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -29,7 +32,9 @@ import numpy as np
 from engine_core.plugins import TRANSPORTS, load
 from engine_core.transfer.copy_plan import CopyOps
 from engine_core.transfer.transport import (
+    Cancel,
     Dial,
+    Interrupt,
     PushJob,
     Source,
     TransferFault,
@@ -47,6 +52,8 @@ Action = Literal["delay", "fail", "short", "short_silent", "corrupt", "lose", "h
 
 _POLL_SECONDS = 0.01
 _FOREVER = 86400.0
+_STUBBORN_SECONDS = 60.0
+"""A forgotten hold ends, so that its process can."""
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,6 +64,8 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     session: int | None = None
     seconds: float = 0.0
     path: str = ""
+    when: str = ""
+    stubborn: bool = False
 
 
 class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -137,7 +146,7 @@ class ScriptedWriter:
             cancelled = job.cancel.wait(rule.seconds if rule.action == "delay" else _FOREVER)
             return Written(0, 0) if cancelled else self._inner.write(job)
         if rule.action == "hold_until_file":
-            return self._hold(job, pathlib.Path(rule.path))
+            return self._hold(job, pathlib.Path(rule.path), stubborn=rule.stubborn)
         if rule.action == "corrupt":
             return self._inner.write(_corrupted(job))
         written = self._inner.write(dataclasses.replace(job, ops=_half(job.ops)))
@@ -151,11 +160,21 @@ class ScriptedWriter:
         """As what it wraps."""
         self._inner.release()
 
-    def _hold(self, job: PushJob, path: pathlib.Path) -> Written:
-        while not path.exists():
-            if job.cancel.wait(_POLL_SECONDS):
-                return Written(0, 0)
-        return self._inner.write(job)
+    def _hold(self, job: PushJob, path: pathlib.Path, *, stubborn: bool) -> Written:
+        path.with_name(f"{path.name}.held").touch()
+        if not stubborn:
+            while not path.exists():
+                if job.cancel.wait(_POLL_SECONDS):
+                    return Written(0, 0)
+            return self._inner.write(job)
+        give_up = time.monotonic() + _STUBBORN_SECONDS
+        while not path.exists() and time.monotonic() < give_up:
+            time.sleep(_POLL_SECONDS)
+        deaf = Interrupt()
+        try:
+            return self._inner.write(dataclasses.replace(job, cancel=Cancel(deaf)))
+        finally:
+            deaf.close()
 
 
 class _Progress:
@@ -171,10 +190,12 @@ class _Progress:
         with self._lock:
             self._pushes += 1
             number = self._sessions.setdefault(session, len(self._sessions) + 1)
-            fits = (
-                rule for rule in self._rules if rule.push in (None, self._pushes) and rule.session in (None, number)
-            )
-            return next(fits, None)
+            return next((rule for rule in self._rules if self._fits(rule, number)), None)
+
+    def _fits(self, rule: Rule, session: int) -> bool:
+        if rule.when and not pathlib.Path(rule.when).exists():
+            return False
+        return rule.push in (None, self._pushes) and rule.session in (None, session)
 
 
 def _half(ops: CopyOps) -> CopyOps:

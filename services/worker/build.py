@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import grpc
+
 from engine_core.lifecycle.membership import MembershipState
 from engine_core.types.errors import FencedError, Leg, PdmeshError, UnavailableError
 from engine_core.types.ids import RankCoord

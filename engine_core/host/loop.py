@@ -20,7 +20,8 @@ from engine_core.scheduler.messages import Moves, PairStats, Shutdown
 from engine_core.transfer.base import TransferEvent, TransferPort
 
 STATS_SECONDS = 1.0
-"""How often figures are sent; they are the heartbeat that the service process listens to."""
+"""How often figures are sent; they are the heartbeat that the service process listens to. They are also sent
+when the last session is forgotten, so that an idle worker looks idle at once."""
 
 MAX_QUARANTINED_SHARE = 0.5
 """Above this share of the pool the engine ends: a new pool is quiet."""
@@ -84,6 +85,7 @@ class EngineLoop:
         self._core, self._executor, self._channel = core, executor, channel
         self._transfer, self._events, self._wake = transfer, events, wake
         self._stats_at = 0.0
+        self._was_idle = True
         self._step_seconds = 0.0
         self._forward_seconds = 0.0
 
@@ -132,7 +134,9 @@ class EngineLoop:
             self._channel.send(Moves(moves))
 
     def _report(self, now: float) -> None:
-        if now < self._stats_at + STATS_SECONDS:
+        idle = self._core.idle()
+        became_idle, self._was_idle = idle and not self._was_idle, idle
+        if now < self._stats_at + STATS_SECONDS and not became_idle:
             return
         self._stats_at = now
         stats = self._core.stats()

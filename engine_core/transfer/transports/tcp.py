@@ -23,7 +23,7 @@ from engine_core.transfer.wire import Data, FrameReader, Hello, encode
 from engine_core.types.errors import ConfigError
 from engine_core.types.kv import TransferDescriptor
 
-FRAME_BYTES = 4 << 20
+FRAME_BYTES = 16 << 20
 FRAME_PIECES = 16384
 
 _BACKLOG = 64

@@ -153,7 +153,7 @@ def test_aborts_wait_for_a_peer_that_does_not_read(decode: Endpoint) -> None:
 
 
 class Stalled:
-    """A TcpWriter whose peer reads only what it is told to; 8 MiB to push, in two frames."""
+    """A TcpWriter whose peer reads only what it is told to; two frames to push."""
 
     def __init__(self, stall_seconds: float) -> None:
         self.mine, self.theirs = socket.socketpair()

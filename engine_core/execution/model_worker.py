@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from typing import Any
 
@@ -14,7 +15,7 @@ from engine_core import plugins
 from engine_core.config import InferenceConfig
 from engine_core.execution.attention.base import group_tensor
 from engine_core.execution.batch import BatchBuilder, ForwardBatch
-from engine_core.execution.sampler import ReferenceSampler, Sampler
+from engine_core.execution.sampler import Sampler, choose_sampler
 from engine_core.platforms.base import Platform
 from engine_core.scheduler.step import ScheduledSequence, StepPlan, StepResult
 from engine_core.types.digest import tokenizer_digest
@@ -26,6 +27,7 @@ from engine_core.types.sampling import SamplingParams
 HEADER_BYTES = 4096
 """The region's first page belongs to who made it; groups start behind it, each on a page."""
 
+_SMALL_MODEL = 4_000_000
 _TORCH_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -49,12 +51,11 @@ class ModelWorker:
         self._model: Any = None
         self._info: ModelInfo | None = None
         self._builder: BatchBuilder | None = None
-        self._sampler: Sampler = ReferenceSampler()
+        self._sampler: Sampler = choose_sampler(name)
 
     def load(self) -> ModelInfo:
         """Loads the model. Raises ConfigError in one line naming the file, field or tensor."""
         model_config = self._config.model
-        self._platform.set_threads(model_config.num_threads)
         linear = model_config.linear_backend
         backend = self._platform.linear_backend() if linear == "auto" else linear
         linears = plugins.load(plugins.LINEAR_BACKENDS, "linear backend", backend)()
@@ -64,6 +65,7 @@ class ModelWorker:
         self._model = loader.load(model_config.dtype, self._platform.ops(), linears)
         dtype = _TORCH_NAMES[self._model.dtype]
         spec = self._model.spec
+        self._platform.set_threads(model_config.num_threads or self._threads_that_pay())
         longest = spec.max_model_len
         if model_config.max_model_len > longest:
             raise ConfigError(f"model.max_model_len is {model_config.max_model_len}; the model allows {longest}")
@@ -84,6 +86,11 @@ class ModelWorker:
             },
         )
         return self._info
+
+    def _threads_that_pay(self) -> int:
+        """1 for a model so small that waking a second thread costs more than it computes; else 0, all cores."""
+        parameters = sum(math.prod(shape) for shape in self._model.parameter_shapes().values())
+        return 1 if parameters < _SMALL_MODEL else 0
 
     def layout(self) -> KvLayout:
         """The KV pool that the configuration asks for. Raises ConfigError when no sequence could run in it."""

@@ -43,6 +43,18 @@ class Sampler(Protocol):
         """
 
 
+def choose_sampler(platform_name: str) -> Sampler:
+    """Returns the fastest sampler there is on a platform."""
+    if platform_name == "cpu":
+        from engine_core.execution.native_sampler import NativeSampler
+        from engine_core.platforms.cpu.platform import native_kernels
+
+        kernels = native_kernels()
+        if kernels is not None:
+            return NativeSampler(kernels)
+    return ReferenceSampler()
+
+
 class ReferenceSampler:
     """The definition, row by row in numpy and float64."""
 

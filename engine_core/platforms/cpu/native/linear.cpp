@@ -87,6 +87,7 @@ int64_t chunk_rows(int64_t k, size_t size) {
 template <typename T>
 void linear(const T* x, int64_t m, int64_t k, int count, void* const* weights, void* const* biases, void* const* outs,
             const int64_t* ns, int threads) {
+  if (m < 1) return;  // a chunk that samples nothing has no rows for the head
   std::vector<float> room;
   const float* wide = widen(x, m * k, room);
   const int64_t rows = chunk_rows(k, sizeof(T));
@@ -105,6 +106,7 @@ void linear(const T* x, int64_t m, int64_t k, int count, void* const* weights, v
 template <typename T>
 void gated(const T* x, int64_t m, int64_t k, const T* gate, const T* gate_bias, const T* up, const T* up_bias, T* out,
            int64_t n, int threads) {
+  if (m < 1) return;
   std::vector<float> room;
   const float* wide = widen(x, m * k, room);
   const int64_t rows = std::max<int64_t>(NR, chunk_rows(k, sizeof(T)) / 2 / NR * NR);
@@ -137,6 +139,7 @@ extern "C" {
 // them. k is a multiple of the vector length, every ns[i] is at least 4.
 void pdmesh_linear(int is_bf16, const void* x, int64_t m, int64_t k, int count, void* const* weights,
                    void* const* biases, void* const* outs, const int64_t* ns, int threads) {
+  if (m < 1) return;
   if (is_bf16)
     linear(static_cast<const bf16*>(x), m, k, count, weights, biases, outs, ns, threads);
   else
@@ -146,6 +149,7 @@ void pdmesh_linear(int is_bf16, const void* x, int64_t m, int64_t k, int count, 
 // out [m, n] = silu(x gate^T + gate_bias) * (x up^T + up_bias)
 void pdmesh_gated(int is_bf16, const void* x, int64_t m, int64_t k, const void* gate, const void* gate_bias,
                   const void* up, const void* up_bias, void* out, int64_t n, int threads) {
+  if (m < 1) return;
   if (is_bf16)
     gated(static_cast<const bf16*>(x), m, k, static_cast<const bf16*>(gate), static_cast<const bf16*>(gate_bias),
           static_cast<const bf16*>(up), static_cast<const bf16*>(up_bias), static_cast<bf16*>(out), n, threads);

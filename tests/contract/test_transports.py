@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -426,6 +427,19 @@ def test_close_leaves_nothing_behind(kind: str, tmp_path: pathlib.Path) -> None:
     assert _fds() == fds
     assert threading.active_count() == threads
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_swept() -> None:
+    """Its pool went with it; its socket goes when the next process opens one beside it."""
+    with tempfile.TemporaryDirectory(prefix="t") as folder:  # short: unix sockets' paths are
+        with RemoteEndpoint(decode_setup(socket_dir=folder)) as decode, Endpoint(decode_setup(socket_dir=folder)):
+            decode.descriptors()
+            decode.kill()
+            assert len(list(pathlib.Path(folder).glob("kv-*.sock"))) == 2
+            with Endpoint(decode_setup(socket_dir=folder)) as successor:
+                left = {str(path) for path in pathlib.Path(folder).iterdir()}
+                assert len(left) == 2 and successor.descriptors()[0].address in left
+        assert not list(pathlib.Path(folder).iterdir())
 
 
 def _fds() -> set[int]:

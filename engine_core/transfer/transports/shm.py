@@ -9,6 +9,7 @@ that nobody writes any more, also after kill -9 (the kernel drops a process's me
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _MAX_PATH = 107  # sockaddr_un
 _BACKLOG = 64
+_PRIVATE = "pdmesh-kv-"
 
 
 class ShmTransport:
@@ -135,11 +137,16 @@ class ShmTransport:
                 raise ConfigError(f"disagg.socket_dir {folder} can't be made: {exc.strerror}") from exc
             _sweep(folder)
             return folder
-        made = pathlib.Path(tempfile.mkdtemp(prefix="pdmesh-"))  # 0700
+        made = pathlib.Path(tempfile.mkdtemp(prefix=_PRIVATE))  # 0700
         if len(os.fsencode(made)) + 1 + name_bytes > _MAX_PATH:
             made.rmdir()
-            made = pathlib.Path(tempfile.mkdtemp(prefix="pdmesh-", dir="/tmp"))
+            made = pathlib.Path(tempfile.mkdtemp(prefix=_PRIVATE, dir="/tmp"))
         self._private = made
+        for old in made.parent.glob(f"{_PRIVATE}*"):
+            # Only a folder that held a dead process's socket: an empty one may be about to get its own.
+            with contextlib.suppress(OSError):  # another process may be sweeping too
+                if old.lstat().st_uid == os.getuid() and _sweep(old):
+                    old.rmdir()
         return made
 
 
@@ -178,10 +185,13 @@ class ShmWriter:
         self._region = None
 
 
-def _sweep(folder: pathlib.Path) -> None:
-    """Removes sockets that dead processes left in the folder."""
+def _sweep(folder: pathlib.Path) -> int:
+    """Removes sockets that dead processes left in the folder; how many."""
+    removed = 0
     for path in folder.glob("kv-*.sock"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.setblocking(False)
             if probe.connect_ex(str(path)) == errno.ECONNREFUSED:
                 path.unlink(missing_ok=True)
+                removed += 1
+    return removed

@@ -36,6 +36,7 @@ class Scheduler(Protocol):
     def settle(self, part: ScheduledSequence, token: int, now: float) -> None: ...
     def load(self) -> tuple[int, int, int]: ...
     def num_sessions(self) -> int: ...
+    def stuck_blocks(self, now: float) -> int: ...
     def has_work(self) -> bool: ...
     def check(self) -> None: ...
 
@@ -60,6 +61,7 @@ class EngineCore:
         )
         self._step = 0
         self._outstanding: StepPlan | None = None
+        self._ticked_at = 0.0
 
     def on_frame(self, frame: Frame, now: float) -> None:
         """Takes a message from the service process."""
@@ -93,6 +95,7 @@ class EngineCore:
     def tick(self, now: float) -> None:
         """Applies deadlines, then grants blocks. To be called before decide and at next_wakeup."""
         self._between_steps()
+        self._ticked_at = now
         self._scheduler.tick(now)
 
     def decide(self, now: float) -> StepPlan | None:
@@ -160,9 +163,8 @@ class EngineCore:
         )
 
     def quarantined_share(self) -> float:
-        """Quarantined blocks as a share of the pool."""
-        usage = self._context.kv.usage()
-        return usage.quarantined / usage.total
+        """Blocks that are quarantined for longer than a living writer needs to answer, as a share of the pool."""
+        return self._scheduler.stuck_blocks(self._ticked_at) / self._context.kv.usage().total
 
     def check(self) -> None:
         """Raises InternalError when blocks, sessions and counts disagree."""

@@ -66,6 +66,9 @@ from engine_core.types.ids import SessionId
 from engine_core.types.kv import GroupBlocks, ShardCount, ShardTicket, Ticket
 from engine_core.types.request import Finish, FinishReason, Role, StageTimings
 
+QUARANTINE_GRACE = 1.0
+"""Seconds within which a living writer answers an Abort: until then its quarantine says nothing against it."""
+
 _HOLDING = (DecodeState.AWAITING_KV, DecodeState.READY, DecodeState.COMPUTING, DecodeState.DECODING)
 _PREEMPTIBLE = (DecodeState.READY, DecodeState.COMPUTING, DecodeState.DECODING)
 
@@ -147,7 +150,7 @@ class DecodeDisaggScheduler:
             if sum(s.request.state is DecodeState.QUEUED for s in self._sessions.values()) >= c.config.max_queued:
                 raise QueueFullError("decode's queue is full", leg=Leg.DECODE, retry_after=1.0)
             if frame.remote and not frame.without_transfer:
-                self._check_link(frame.link_id)
+                self._check_link(frame.link_id, now)
         except PdmeshError as exc:
             c.out.output(spec.session, len(spec.emitted_token_ids), (), error=error_info(exc))
             return
@@ -160,12 +163,12 @@ class DecodeDisaggScheduler:
             c.links.attach(frame.link_id, spec.session)
         session.request.advance(DecodeState.QUEUED, now, f"{len(sequence.tokens)} tokens known")
 
-    def _check_link(self, link_id: int) -> None:
+    def _check_link(self, link_id: int, now: float) -> None:
         link = self._c.links.get(link_id)
         if link is None or not link.up:
             raise PeerFailedError(f"link {link_id:x} is not open", leg=Leg.TRANSFER, reason="LINK_DOWN")
         usage = self._c.kv.usage()
-        share = self.quarantined_by_peer()[link.peer_incarnation] / usage.total
+        share = self.stuck_by_peer(now)[link.peer_incarnation] / usage.total
         if share > self._c.config.quarantine_refuse_share:
             raise UnavailableError(
                 f"{share:.0%} of the KV cache is quarantined by {link.peer_instance}",
@@ -527,15 +530,19 @@ class DecodeDisaggScheduler:
 
     # ---- figures -----------------------------------------------------------------------------------
 
-    def quarantined_by_peer(self) -> Counter[int]:
-        """Quarantined blocks by the incarnation that may still write them."""
+    def stuck_by_peer(self, now: float) -> Counter[int]:
+        """Blocks quarantined for longer than QUARANTINE_GRACE, by the incarnation that may still write them."""
         counts: Counter[int] = Counter()
         for s in self._sessions.values():
-            if s.transfer.state is TransferState.ABORTING:
+            if s.transfer.state is TransferState.ABORTING and now >= s.transfer.since + QUARANTINE_GRACE:
                 link = self._c.links.get(s.link_id)
                 peer = link.peer_incarnation if link is not None else 0
                 counts[peer] += sum(len(g) for g in self._c.kv.block_ids(s.id))
         return counts
+
+    def stuck_blocks(self, now: float) -> int:
+        """Blocks quarantined for longer than QUARANTINE_GRACE."""
+        return sum(self.stuck_by_peer(now).values())
 
     def load(self) -> tuple[int, int, int]:
         """(running, queued, queued tokens)."""

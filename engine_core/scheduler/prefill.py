@@ -496,6 +496,10 @@ class PrefillDisaggScheduler:
         queued = [s for s in self._sessions.values() if s.request.state is PrefillState.QUEUED]
         return running, len(queued), sum(s.sequence.missing for s in self._sessions.values() if not s.request.final)
 
+    def stuck_blocks(self, now: float) -> int:
+        """None: nobody writes into prefill's blocks."""
+        return 0
+
     def num_sessions(self) -> int:
         """Sessions known, those that await quiet included."""
         return len(self._sessions)

@@ -295,7 +295,10 @@ def test_a_peer_that_quarantines_too_much_is_refused() -> None:
     core = decode(num_blocks=5, quarantine_refuse_share=0.25)
     to_ticket(core)
     core.send(EndSession(S1))
+    assert core.core.quarantined_share() == 0.0  # the writer has had no time to answer yet
+    core.clock.advance(1.0)
     core.send(Open(spec((1, 2, 3), room=2), remote=True, link_id=1))
+    assert core.core.quarantined_share() == 0.75
     error = core.outputs(2)[-1].error
     assert error is not None
     assert (error.reason, error.peer_incarnation) == ("QUARANTINE", 7)

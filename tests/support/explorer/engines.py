@@ -105,6 +105,8 @@ class EngineProcess:
         self.plan = core.decide(now)
         self.awake = False
         self._flush()
+        if self.plan is None and core.has_work():
+            raise Violation(f"{self.instance}: there is work and no plan: the loop spins")
         if self.plan is None and self.wakeup is not None and self.wakeup <= now:
             raise Violation(f"{self.instance}: next_wakeup {self.wakeup} is not after {now}: the loop spins")
 
@@ -114,7 +116,7 @@ class EngineProcess:
         assert plan is not None
         self.plan = None
         self.core.settle(plan, StepResult(plan.step, self._compute(plan)), self.world.clock.now)
-        self.awake = True
+        self.awake = self.core.has_work()  # otherwise the loop sleeps
         self._flush()
 
     def _take_frame(self, now: float) -> None:

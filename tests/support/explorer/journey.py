@@ -74,6 +74,8 @@ class Journey:
         """Tokens of one step, or the finish."""
         if call is not self.call:
             return
+        if not self.ask.fits:
+            raise Violation(f"room {self.room}: a request that can never fit got tokens")
         first = message.first_index
         if first != len(self.tokens):
             raise Violation(f"room {self.room}: tokens from {first}, {len(self.tokens)} are here: a gap or an overlap")
@@ -114,8 +116,11 @@ class Journey:
         self.error = error
         if error is not None and error.kind == "InternalError" and not self.world.scenario.damaging:
             raise Violation(f"room {self.room}: {error}")
-        if error is not None and error.kind == "InvalidRequestError":
-            raise Violation(f"room {self.room}: a request that fits was refused: {error}")
+        if error is not None and error.kind in ("InvalidRequestError", "ContextLengthError"):
+            if self.ask.fits or self.tokens:
+                raise Violation(f"room {self.room}: a request that fits was refused: {error}")
+            self.outcome = "refused"
+            return
         retryable = error is None or error.retryable
         if not retryable or (self.tokens and not self.world.scenario.resume):
             self.outcome = "error"

@@ -21,6 +21,8 @@ class Ask(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     salt: str
     deadline_after: float
+    fits: bool = True
+    """False: longer than the smaller pool, to be refused before any work."""
 
 
 class Scenario(msgspec.Struct, frozen=True):
@@ -64,7 +66,7 @@ def scenario_of(rng: random.Random) -> Scenario:
     if rng.random() < 0.08:
         decode_blocks, prefill_blocks, count = rng.choice((6, 8)), rng.choice((4, 6, 8)), rng.randint(5, 8)
     verify = rng.random() < 0.25
-    asks = _asks(rng, count, block_size, prefill_blocks, decode_blocks, rough)
+    asks = _asks(rng, count, block_size, decode_blocks if mixed else prefill_blocks, decode_blocks, rough)
     return Scenario(
         kind=kind,
         mixed=mixed,
@@ -132,5 +134,8 @@ def _asks(
         if params.min_tokens > params.max_tokens:
             params = msgspec.structs.replace(params, min_tokens=0)
         salt = rng.choice(("", "", "", "s"))
-        asks.append(Ask(prompt, params, salt, rng.choice((20.0, 90.0, 600.0)) if rough else 600.0))
+        fits = rng.random() > 0.03
+        if not fits:
+            prompt += tuple(rng.randrange(VOCABULARY) for _ in range(longest - size + 1))
+        asks.append(Ask(prompt, params, salt, rng.choice((20.0, 90.0, 600.0)) if rough else 600.0, fits))
     return tuple(asks)

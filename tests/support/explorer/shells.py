@@ -149,7 +149,7 @@ class DecodeShell(Shell):
         link = self.links.get(message.prefill[1])
         if self._without_transfer(session):
             self._open(session, 0)
-        elif link is not None:
+        elif link is not None and link in self.up:
             self._open(session, link)
         else:
             self._negotiate(session, message.prefill)
@@ -200,8 +200,8 @@ class DecodeShell(Shell):
     def _negotiate(self, session: SessionId, prefill: tuple[int, Incarnation]) -> None:
         slot, incarnation = prefill
         self.waiting.setdefault(incarnation, []).append(session)
-        if incarnation in self.negotiations:
-            return
+        if incarnation in self.negotiations or incarnation in self.links:
+            return  # asked for, or open at the other end and not yet at this one
         call = self.world.call(f"negotiate {self.engine.instance}", self, self.world.prefill_at(slot), self)
         call.state = ("negotiate", incarnation)
         self.negotiations[incarnation] = call

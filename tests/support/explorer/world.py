@@ -314,8 +314,11 @@ class World:
             if not journey.over:
                 raise Violation(f"room {journey.room} has no end")
             strict = calm or journey.pair is not None
-            if strict and journey.outcome not in ("done", "cancelled"):
+            right = "done" if journey.ask.fits else "refused"
+            if strict and journey.outcome not in (right, "cancelled"):
                 raise Violation(f"room {journey.room} without a fault: {journey.outcome} {journey.error}")
+            if self.scenario.kind == "calm" and journey.attempt > 0:
+                raise Violation(f"room {journey.room} needed another attempt without a fault: {journey.error}")
             if self.scenario.kind == "calm" and journey.took > PATIENCE:
                 raise Violation(f"room {journey.room} without a fault took {journey.took:.0f} s: a timeout freed it")
         for shell in self.shells:

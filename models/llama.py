@@ -145,6 +145,8 @@ class LlamaForCausalLM:
             ops.rope_(q, k, cos, sin)
             mixed = attention.forward(i, q, k, v, forward_metadata)
             if i == last and rows.shape[0] < tokens:  # the rest of the last layer concerns sampled rows alone
+                if rows.shape[0] == 0:
+                    return hidden.new_empty(0, spec.vocab_size)
                 mixed, hidden = mixed.index_select(0, rows), hidden.index_select(0, rows)
             normed = ops.add_rms_norm(hidden, layer.o(mixed), layer.post_norm, eps)
             down = layer.down(layer.gated(normed))

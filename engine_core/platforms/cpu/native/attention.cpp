@@ -141,11 +141,11 @@ void accumulate(const float* p, int rows, const T* const* v, int keys, int hs, f
 
 // Softmax of one row of scores against the running maximum; `visible` keys of the tile count.
 void soften(float* s, int visible, float& m, float& l, float* o, int hs) {
-  for (int j = visible; j < TK; j++) s[j] = -INFINITY;
-  if (visible <= 0) {
+  if (visible <= 0) {  // the whole tile lies behind this query
     for (int j = 0; j < TK; j += VL) store(s + j, vf{});
     return;
   }
+  for (int j = visible; j < TK; j++) s[j] = -INFINITY;
   vf top = load(s);
   for (int j = VL; j < TK; j += VL) top = vmax(top, load(s + j));
   float peak = std::max(m, max(top));

@@ -114,8 +114,9 @@ void gated(const T* x, int64_t m, int64_t k, const T* gate, const T* gate_bias, 
 #pragma omp parallel num_threads(threads)
   {
     static thread_local std::vector<float> scratch;
-    scratch.resize(2 * m * rows + VL);
-    float *g = scratch.data(), *u = g + m * rows;
+    const int64_t half = (m * rows + VL - 1) / VL * VL;  // the gate's pass below runs over its end
+    scratch.resize(2 * half);
+    float *g = scratch.data(), *u = g + half;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t c = 0; c < chunks; c++) {
       const int64_t first = c * rows, end = std::min(n, first + rows), width = end - first;

@@ -22,6 +22,7 @@ from engine_core.types.errors import (
     NotFoundError,
     PdmeshError,
     QueueFullError,
+    UnavailableError,
 )
 from services.runtime.errors import http_status
 from services.runtime.tasks import TaskOwner
@@ -228,8 +229,10 @@ class EventResponse(Response):
             await until_disconnect(receive, self._run(stream), self._tasks)
         except CancelledSessionError as exc:
             failure = exc  # nobody reads any more
-        except asyncio.CancelledError as exc:
+        except asyncio.CancelledError as exc:  # this router ends: its drain took too long
             failure = exc
+            if stream.started:
+                await self._fail(UnavailableError("this router is shutting down"), stream, scope, receive, send)
             raise
         except Exception as exc:  # noqa: BLE001  # the border of the process: all errors become answers
             failure = as_pdmesh_error(exc)

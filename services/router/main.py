@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 _SYNC_TIMEOUT = 5.0
 _FLUSH_TIMEOUT = 2.0
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}
+"""Hosts that mean every address, with what to dial on this machine."""
 
 
 class _Server(uvicorn.Server):
@@ -63,8 +65,10 @@ async def run(config: RouterConfig, stop: Stop, on_ready: Callable[[dict[str, An
     tokenizer = RouterTokenizer.load(config.model)
     model = ModelInfo.read(config, tokenizer)
     listener, endpoint = _bind(config.host, config.port)
+    port: int = listener.getsockname()[1]
     pool = ChannelPool(config.connect_timeout)
-    me = WatchedService(name="router", pid=os.getpid(), host=socket.gethostname(), http_endpoint=endpoint)
+    reachable = f"{_own_address()}:{port}" if config.host in _WILDCARDS else endpoint
+    me = WatchedService(name="router", pid=os.getpid(), host=socket.gethostname(), http_endpoint=reachable)
     watcher = RosterWatcher(config.bootstrap, me, pool)
     table = WatchedTable(watcher.roster)
     watcher.on_change(table.notify)
@@ -96,7 +100,7 @@ async def run(config: RouterConfig, stop: Stop, on_ready: Callable[[dict[str, An
         listening = tasks.spawn(server.listening.wait(), "listening")
         await asyncio.wait({serving, listening}, return_when=asyncio.FIRST_COMPLETED)
         if server.listening.is_set():
-            on_ready({"service": "router", "endpoint": endpoint, "port": listener.getsockname()[1], "pid": me.pid})
+            on_ready({"service": "router", "endpoint": endpoint, "port": port, "pid": me.pid})
         await serving
     finally:
         await front.tasks.close()
@@ -145,5 +149,13 @@ def _bind(host: str, port: int) -> tuple[socket.socket, str]:
         listener.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {exc}", field="port") from exc
     bound = listener.getsockname()[1]
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, f"[{host}]" if ":" in host else host)
+    shown = _WILDCARDS.get(host, f"[{host}]" if ":" in host else host)
     return listener, f"{shown}:{bound}"
+
+
+def _own_address() -> str:
+    """Where other machines reach this one, as far as it knows."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"

@@ -6,13 +6,18 @@ from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine_core.types.errors import InvalidRequestError
 from services.router.openai_schema import (
+    UNSUPPORTED,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     GenerateRequest,
     SamplingRequest,
+    TokenizeRequest,
     parse_request,
 )
 from services.router.options import SamplingDefaults, options_of
@@ -211,3 +216,28 @@ def test_options_fill_in_defaults() -> None:
     assert options(chat(max_tokens=5, max_completion_tokens=7)).max_tokens == 7
     with pytest.raises(InvalidRequestError, match="min_tokens"):
         options(completion(min_tokens=6, max_tokens=5))
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+_KINDS = (CompletionRequest, ChatRequest, GenerateRequest, TokenizeRequest, DetokenizeRequest)
+
+
+@given(st.data())
+def test_any_json_is_read_or_refused_by_name(data: st.DataObject) -> None:
+    kind = data.draw(st.sampled_from(_KINDS))
+    fields = st.sampled_from([*kind.model_fields, *UNSUPPORTED])
+    body: Any = data.draw(st.dictionaries(fields, _JSON, max_size=4))
+    if "prompt" in kind.model_fields:
+        body.setdefault("prompt", "a")
+    if "messages" in kind.model_fields:
+        body.setdefault("messages", USER)
+    try:
+        asked = parse_request(kind, orjson.dumps(body))
+        if isinstance(asked, SamplingRequest):
+            options(asked)
+    except InvalidRequestError as exc:
+        assert exc.field.split(".")[0].split("[")[0] in {*kind.model_fields, *UNSUPPORTED}

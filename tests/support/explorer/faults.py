@@ -20,7 +20,7 @@ KEEPALIVE = 10.0
 _BUDGETS = ("cancels", "kills", "stops", "breaks", "link_breaks", "short_pushes", "corruptions", "jumps")
 # Chance per action that a fault of the kind is among what may happen next.
 _CHANCES = {"cancels": 0.06, "kills": 0.03, "stops": 0.04, "breaks": 0.05, "link_breaks": 0.03, "jumps": 0.04}
-_CONTINUES = 0.08
+_CONTINUES = (0.005, 0.02, 0.1)
 
 Action = tuple[str, Callable[..., None], tuple[Any, ...]]
 
@@ -30,6 +30,7 @@ class Faults:
 
     def __init__(self, world: World) -> None:
         self._world, self._rng = world, world.rng
+        self._continues = self._rng.choice(_CONTINUES)
         self.left = {name: getattr(world.scenario, name) for name in _BUDGETS}
 
     def actions(self) -> list[Action]:
@@ -37,7 +38,7 @@ class Faults:
         actions: list[Action] = []
         for shell in self._world.shells:
             for process in (shell, shell.engine):
-                if process.stopped and self._rng.random() < _CONTINUES:
+                if process.stopped and self._rng.random() < self._continues:
                     actions.append(("fault.continue", self.resume, (process,)))
         for kind, chance in _CHANCES.items():
             if self.left[kind] and self._rng.random() < chance * self._temptation(kind):

@@ -87,7 +87,7 @@ def scenario_of(rng: random.Random) -> Scenario:
         link_breaks=rng.choice((0, 0, 1)) if rough else 0,
         short_pushes=rng.choice((0, 0, 0, 1)) if rough else 0,
         corruptions=rng.choice((0, 1)) if rough and verify else 0,
-        jumps=rng.choice((0, 1, 3)) if rough else 0,
+        jumps=rng.choice((0, 2, 4)) if rough else 0,
         encode_frames=rng.random() < 0.06,
     )
 

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import NoReturn
 
 import msgspec
 
@@ -25,7 +26,7 @@ MAX_PENDING_FRAMES = 4096
 _JOIN_ABOVE = 64
 
 
-def leave(code: int, why: str) -> None:
+def leave(code: int, why: str) -> NoReturn:
     """Ends the process at once."""
     print(f"engine: {why}", file=sys.stderr, flush=True)
     os._exit(code)

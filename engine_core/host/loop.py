@@ -10,13 +10,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from typing import Protocol
 
 import msgspec
 
 from engine_core.engine import EngineCore
 from engine_core.execution.executor_api import Executor
 from engine_core.host.channel import FrameChannel
-from engine_core.scheduler.messages import Moves, PairStats, Shutdown
+from engine_core.scheduler.messages import Frame, Moves, PairStats, ReportStats, Shutdown, StartProfile, StopProfile
 from engine_core.transfer.base import TransferEvent, TransferPort
 
 STATS_SECONDS = 1.0
@@ -70,6 +71,14 @@ class EventQueue:
                 return events
 
 
+class Profiler(Protocol):
+    """Records steps; see execution/profiler.py."""
+
+    def start(self, path: str, steps: int) -> None: ...
+    def after_step(self) -> None: ...
+    def stop(self) -> None: ...
+
+
 class EngineLoop:
     """Runs until Shutdown arrives. Raises what the executor raises, and QuarantineOverflow."""
 
@@ -81,8 +90,10 @@ class EngineLoop:
         transfer: TransferPort | None,
         events: EventQueue,
         wake: Wake,
+        profiler: Profiler,
     ) -> None:
         self._core, self._executor, self._channel = core, executor, channel
+        self._profiler = profiler
         self._transfer, self._events, self._wake = transfer, events, wake
         self._stats_at = 0.0
         self._was_idle = True
@@ -105,7 +116,7 @@ class EngineLoop:
         for frame in frames:
             if isinstance(frame, Shutdown):
                 return False
-            self._core.on_frame(frame, time.monotonic())
+            self._take(frame)
         self._core.tick(time.monotonic())
         plan = self._core.decide(time.monotonic())
         self._flush()
@@ -115,8 +126,20 @@ class EngineLoop:
             self._forward_seconds += result.forward_seconds
             self._core.settle(plan, result, time.monotonic())
             self._flush()
+            self._profiler.after_step()
         self._report(time.monotonic())
         return True
+
+    def _take(self, frame: Frame) -> None:
+        match frame:
+            case ReportStats():
+                self._stats_at = 0.0
+            case StartProfile():
+                self._profiler.start(frame.path, frame.steps)
+            case StopProfile():
+                self._profiler.stop()
+            case _:
+                self._core.on_frame(frame, time.monotonic())
 
     def _sleep_seconds(self, now: float) -> float:
         wakeup = self._core.next_wakeup()

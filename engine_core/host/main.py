@@ -74,6 +74,7 @@ def _build(
     import torch  # the service process imports this module's package; torch stays here
 
     from engine_core.execution.model_worker import ModelWorker
+    from engine_core.execution.profiler import ProfilerManager
     from engine_core.kv.manager import KVCacheManager
     from engine_core.kv.storage import KvRegion
 
@@ -119,7 +120,7 @@ def _build(
         if transfer is not None:
             transfer.close()
 
-    return EngineLoop(core, worker, channel, transfer, events, wake), close
+    return EngineLoop(core, worker, channel, transfer, events, wake, ProfilerManager()), close
 
 
 if __name__ == "__main__":

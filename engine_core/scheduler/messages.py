@@ -117,6 +117,21 @@ class ConnectLink(Frame, frozen=True):
     transport: str = "auto"
 
 
+class ReportStats(Frame, frozen=True):
+    """Asks for Stats now instead of within a second."""
+
+
+class StartProfile(Frame, frozen=True):
+    """Records the next `steps` steps (0: the default) into a Chrome trace at `path`."""
+
+    path: str
+    steps: int = 0
+
+
+class StopProfile(Frame, frozen=True):
+    """Ends a recording early; no-op without one."""
+
+
 class Shutdown(Frame, frozen=True):
     """The service process is done; the engine exits."""
 
@@ -270,7 +285,7 @@ class Moves(Frame, frozen=True):
 
 ToEngine = (
     Configure | Open | OpenPrefill | LegStarted | LegToken | LegDelivered | LegFailed | TicketArrived
-    | EndSession | ConnectLink | Shutdown
+    | EndSession | ConnectLink | ReportStats | StartProfile | StopProfile | Shutdown
 )  # fmt: skip
 FromEngine = (
     Ready | StartupFailed | Outputs | OpenLeg | SendTicket | Started | FirstToken | Delivered | SessionFailed

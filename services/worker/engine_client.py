@@ -84,6 +84,7 @@ class EngineClient:
         self._frames_seen = 0
         self._dropped_frames = 0
         self.dead = asyncio.Event()
+        self._stats_waiters: list[asyncio.Future[None]] = []
         self.stats: Stats | None = None
         self.stats_at = 0.0
         """time.monotonic() at which `stats` came."""
@@ -254,6 +255,32 @@ class EngineClient:
         if self._sessions.pop(handle.session, None) is not None and self._death is None:
             self._write(frames.EndSession(session=handle.session, reason=reason))
 
+    # ---- figures ----------------------------------------------------------------------------------------
+
+    async def fresh_stats(self, timeout: float) -> Stats | None:
+        """Asks for figures and awaits them; the last ones when a long step keeps the engine from answering
+        within `timeout` seconds. None before the first."""
+        if self._death is None and self._transport is not None:
+            fresh = asyncio.get_running_loop().create_future()
+            self._stats_waiters.append(fresh)
+            self._write(frames.ReportStats())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await fresh
+        return self.stats
+
+    def start_profile(self, path: str, steps: int) -> None:
+        """Records the next `steps` steps into `path`. Raises UnavailableError when the engine is gone."""
+        if self._death is not None:
+            raise self._dead_error()
+        self._write(frames.StartProfile(path=path, steps=steps))
+
+    def stop_profile(self) -> None:
+        """Ends a recording early. Raises UnavailableError when the engine is gone."""
+        if self._death is not None:
+            raise self._dead_error()
+        self._write(frames.StopProfile())
+
     # ---- links ------------------------------------------------------------------------------------------
 
     def add_link_listener(self, listener: LinkListener) -> None:
@@ -327,6 +354,10 @@ class EngineClient:
                 self._give(frame.session, frame)
             case frames.Stats():
                 self.stats, self.stats_at = frame, time.monotonic()
+                waiters, self._stats_waiters = self._stats_waiters, []
+                for waiter in waiters:
+                    if not waiter.done():
+                        waiter.set_result(None)
             case frames.Moves():
                 if self._on_moves is not None:
                     self._on_moves(frame.moves)

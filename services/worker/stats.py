@@ -1,6 +1,7 @@
 """WorkerService: what a worker answers about itself, at any time of its life.
 
-Figures of the engine are those of its last heartbeat, at most a second old; everything else is live.
+Figures of the engine are asked for anew; when a long step keeps it from answering, they are those of its
+last heartbeat. Everything else is live.
 """
 
 from __future__ import annotations
@@ -8,25 +9,39 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
 
 from engine_core.host.frames import Stats
 from engine_core.lifecycle.membership import MembershipState
+from engine_core.types.errors import NotFoundError, UnavailableError
 from engine_core.types.ids import Incarnation, RankCoord
 from engine_core.types.request import Role
 from pdmesh.common.v1 import worker_pb2, worker_pb2_grpc
 from services.runtime.tasks import TaskOwner
 from services.runtime.telemetry import LoopLagMonitor, MoveRing
-from services.wire.common import Load, checked_size, coord_to_proto, load_to_proto, move_to_proto, role_to_proto
+from services.wire.common import (
+    Load,
+    checked_int,
+    checked_size,
+    coord_to_proto,
+    load_to_proto,
+    move_to_proto,
+    role_to_proto,
+)
 from services.worker.engine_client import EngineClient
 from services.worker.identity import WorkerIdentity
 from services.worker.sessions import SessionTable
 
 MAX_ROOMS = 10_000
+MAX_PROFILE_STEPS = 10_000
+STATS_SECONDS = 0.5
+"""How long GetStats waits for the engine's figures of now; a long step may keep them."""
 
 
 class WorkerState:
@@ -73,6 +88,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def __init__(self, state: WorkerState, tasks: TaskOwner, drain: Callable[[], Awaitable[None]]) -> None:
         self._state, self._tasks, self._drain = state, tasks, drain
+        self._profile_path = ""
         self._host = socket.gethostname()
         self._draining: asyncio.Task[None] | None = None
 
@@ -80,7 +96,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.GetStatsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.GetStatsResponse:
         """Live figures."""
-        state, stats = self._state, self._state.engine_stats
+        state = self._state
+        stats = await state.engine.fresh_stats(STATS_SECONDS) if state.engine is not None else None
         pairs = [
             worker_pb2.TransferPair(
                 peer_incarnation=pair.peer_incarnation,
@@ -124,16 +141,27 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def StartProfile(
         self, request: worker_pb2.StartProfileRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.StartProfileResponse:
-        """Answers UNIMPLEMENTED: the engine records no profiles."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "the engine of this worker records no profiles")
-        raise AssertionError("abort returned")
+        """Records the engine's next steps into a Chrome trace, which is there once they have run."""
+        steps = checked_int(request.steps, "steps", 0, MAX_PROFILE_STEPS)
+        folder = Path(tempfile.mkdtemp(prefix="pdmesh-profile-"))
+        path = str(folder / f"{self._state.instance}-{int(time.time())}.json")
+        self._engine().start_profile(path, steps)
+        self._profile_path = path
+        return worker_pb2.StartProfileResponse(path=path)
 
     async def StopProfile(
         self, request: worker_pb2.StopProfileRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.StopProfileResponse:
-        """Answers UNIMPLEMENTED, as StartProfile."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "the engine of this worker records no profiles")
-        raise AssertionError("abort returned")
+        """Ends the recording that StartProfile began last. NOT_FOUND when there was none."""
+        if not self._profile_path:
+            raise NotFoundError("no profile was started", field="path")
+        self._engine().stop_profile()
+        return worker_pb2.StopProfileResponse(path=self._profile_path)
+
+    def _engine(self) -> EngineClient:
+        if self._state.engine is None:
+            raise UnavailableError("the engine is not up yet", reason="STARTING")
+        return self._state.engine
 
     async def DrainWorker(
         self, request: worker_pb2.DrainWorkerRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -123,7 +123,7 @@ class FakeEngine:
             self._handle(frames.to_engine_decoder.decode(body))
 
     def _note(self, frame: frames.Frame) -> None:
-        if self._journal is None:
+        if self._journal is None or isinstance(frame, frames.ReportStats):
             return
         session = getattr(frame, "session", None)
         if session is None and isinstance(frame, frames.Open | frames.OpenPrefill):
@@ -150,6 +150,10 @@ class FakeEngine:
                 self._sessions.pop(frame.session, None)
             case frames.ConnectLink():
                 self._connect(frame)
+            case frames.ReportStats():
+                self._send(self._stats())
+            case frames.StartProfile() | frames.StopProfile():
+                pass
             case frames.Shutdown():
                 if not self._script.get("ignore_shutdown"):
                     sys.exit(0)

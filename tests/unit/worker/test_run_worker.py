@@ -211,8 +211,10 @@ async def test_drain_worker_call_keeps_the_process(tmp_path: Path) -> None:
         assert (stats.state, stats.streams) == ("DRAINING", 0)
         assert running.task is not None and not running.task.done()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.StartProfile(worker_pb2.StartProfileRequest(), timeout=5)
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            await stub.StopProfile(worker_pb2.StopProfileRequest(), timeout=5)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        profile = await stub.StartProfile(worker_pb2.StartProfileRequest(steps=3), timeout=5)
+        assert (await stub.StopProfile(worker_pb2.StopProfileRequest(), timeout=5)).path == profile.path
 
 
 async def test_engine_death_ends_the_process_after_its_streams(tmp_path: Path) -> None:

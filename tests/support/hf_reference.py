@@ -23,11 +23,11 @@ def reference_model(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 def greedy(directory: Path, prompt: Sequence[int], count: int) -> list[int]:
     """The next `count` tokens by argmax, end tokens included like any other; float32."""
-    model, out, cache, feed = reference_model(directory), [], None, list(prompt)
+    model, feed = reference_model(directory), list(prompt)
+    cache, out = transformers.DynamicCache(config=model.config), []
     with torch.inference_mode():
         for _ in range(count):
-            done = model(torch.tensor([feed]), past_key_values=cache, use_cache=True)
-            cache, feed = done.past_key_values, [int(done.logits[0, -1].argmax())]
+            feed = [int(model(torch.tensor([feed]), cache=cache, use_cache=True).logits[0, -1].argmax())]
             out += feed
     return out
 

@@ -105,9 +105,7 @@ class LlamaForCausalLM:
         return DecoderLayer(
             qkv=self._linears.group([table.parameter(f"{at}{n}_proj") for n in "qkv"]),
             o=self._linears.single(table.parameter(at + "o_proj")),
-            gated=self._linears.gated(
-                table.parameter(mlp + "gate_proj"), table.parameter(mlp + "up_proj"), self._ops
-            ),
+            gated=self._linears.gated(table.parameter(mlp + "gate_proj"), table.parameter(mlp + "up_proj"), self._ops),
             down=self._linears.single(table.parameter(mlp + "down_proj")),
             input_norm=table.tensor(prefix + "input_layernorm.weight"),
             post_norm=table.tensor(prefix + "post_attention_layernorm.weight"),
@@ -161,5 +159,3 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
     @classmethod
     def parse(cls, config: dict[str, Any]) -> ModelSpec:
         return parse_spec(config, qkv_bias=True)
-
-

@@ -86,7 +86,9 @@ def parse_spec(config: dict[str, Any], *, qkv_bias: bool = False) -> ModelSpec:
     hidden, heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
     kv_heads = _positive(config, "num_key_value_heads", heads)
     if heads % kv_heads:
-        raise ConfigError(f"config.json: num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}")
+        raise ConfigError(
+            f"config.json: num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}"
+        )
     head_dim = _positive(config, "head_dim", hidden // heads)
     if head_dim % 2:
         raise ConfigError(f"config.json: head_dim {head_dim} must be even")

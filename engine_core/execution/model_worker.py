@@ -97,7 +97,9 @@ class ModelWorker:
         scheduler, groups = self._config.scheduler, self._loaded().kv_groups
         size = scheduler.block_size
         bytes_per_block = size * sum(group.bytes_per_token() for group in groups)
-        blocks = -(-scheduler.kv_tokens // size) if scheduler.kv_tokens else scheduler.kv_memory_bytes // bytes_per_block
+        blocks = (
+            -(-scheduler.kv_tokens // size) if scheduler.kv_tokens else scheduler.kv_memory_bytes // bytes_per_block
+        )
         if blocks < 1:
             raise ConfigError(
                 f"scheduler.kv_memory_bytes is {scheduler.kv_memory_bytes}; one block takes {bytes_per_block} bytes"

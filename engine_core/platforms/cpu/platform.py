@@ -13,7 +13,6 @@ from engine_core.platforms.cpu.kernels import Kernels
 from engine_core.platforms.cpu.native_ops import NativeOps
 from engine_core.platforms.cpu.torch_ops import TorchOps
 
-
 _log = logging.getLogger(__name__)
 
 

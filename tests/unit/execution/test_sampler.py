@@ -91,9 +91,7 @@ def test_nan_and_no_choice_are_errors(sampler: Sampler, temperature: float) -> N
 
 @both
 def test_top_k_keeps_exactly_k_of_equals(sampler: Sampler) -> None:
-    drawn = {
-        sampler.sample(torch.zeros(1, 64), (row(temperature=1.0, top_k=3, seed=seed),))[0] for seed in range(200)
-    }
+    drawn = {sampler.sample(torch.zeros(1, 64), (row(temperature=1.0, top_k=3, seed=seed),))[0] for seed in range(200)}
     assert drawn == {0, 1, 2}
 
 

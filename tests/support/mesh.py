@@ -116,7 +116,12 @@ class Mesh:
             assert not bad, f"processes did not end cleanly: {bad}"
 
     async def start(self, name: str) -> None:
-        """Starts one process, or starts it again on its port, and waits until it is ready."""
+        """Starts one process, or starts it again on its port, and waits until it is ready.
+
+        A worker that the mesh did not begin with joins by its name: prefill-N, decode-N or mixed-N.
+        """
+        if name not in ("bootstrap", "router"):
+            self._kinds.setdefault(name, "prefill" if name.startswith("prefill") else "decode")
         assert name not in self._children or self._children[name].gone.is_set(), f"{name} runs"
         self._killed.discard(name)
         self._exits.pop(name, None)

@@ -187,7 +187,7 @@ class EngineClient:
 
     def _dead_error(self) -> UnavailableError:
         return UnavailableError(
-            self._death or "engine is gone",
+            f"{self._leg.value}: {self._death or 'engine is gone'}",
             leg=self._leg,
             reason="ENGINE_DIED",
             peer_incarnation=self._configure.incarnation,

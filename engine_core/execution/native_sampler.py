@@ -26,7 +26,9 @@ class NativeSampler:
         top_p = np.array([p.top_p for p in params], np.float32)
         min_p = np.array([p.min_p for p in params], np.float32)
         top_k = np.array([p.top_k for p in params], np.int64)
-        uniforms = np.array([uniform(p.seed, r.position) if p.temperature > 0 else 0.0 for p, r in zip(params, draws)])
+        uniforms = np.array(
+            [uniform(p.seed, r.position) if p.temperature > 0 else 0.0 for p, r in zip(params, draws, strict=True)]
+        )
         banned = np.array([t for row in draws for t in row.banned], np.int64)
         starts = np.zeros(rows + 1, np.int64)
         np.cumsum([len(row.banned) for row in draws], out=starts[1:])

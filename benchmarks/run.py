@@ -87,7 +87,11 @@ def pdmesh(*arguments: str) -> Iterator[tuple[str, float]]:
         yield ready["base_url"], time.monotonic() - started
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(timeout=60)
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(timeout=20)
 
 
 @contextlib.contextmanager
@@ -196,7 +200,7 @@ def table(results: dict[str, Any]) -> str:
             f"{s['seconds_to_ready']:.1f} s" if "seconds_to_ready" in s else str(s["error"]) for s in servers.values()
         ]
         lines += ["| ready after | " + " | ".join(ready) + " |"]
-        loads = next((s["loads"] for s in servers.values() if "loads" in s), {})
+        loads: dict[str, Any] = next((s["loads"] for s in servers.values() if "loads" in s), {})
         lines += [f"| {load} | " + " | ".join(cells(servers, load)) + " |" for load in loads]
     return "\n".join(lines) + "\n"
 

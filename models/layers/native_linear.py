@@ -18,8 +18,6 @@ from models.layers.linear import Linear, LinearGroup, Parameter, TorchLinear
 MAX_ROWS = 32
 """Above this many rows a matrix product has work enough for torch's own to win."""
 
-_MIN_OUT = 4
-
 
 class NativeLinear:
     """Implements LinearBackend. Raises NativeUnavailable where the kernels can't be had."""
@@ -32,7 +30,7 @@ class NativeLinear:
         """True when the kernels can compute with these, now and at every call."""
         width, dtype = parameters[0][0].shape[1], parameters[0][0].dtype
         return dtype in IS_BF16 and all(
-            w.is_contiguous() and w.dtype == dtype and w.shape[1] == width and w.shape[0] >= _MIN_OUT
+            w.is_contiguous() and w.dtype == dtype and w.shape[1] == width
             and width % self._kernels.vector_length == 0
             for w, _ in parameters
         )  # fmt: skip

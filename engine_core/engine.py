@@ -54,8 +54,11 @@ class EngineCore:
         eos_token_ids: tuple[int, ...],
         max_model_len: int,
         verify_kv: bool = False,
+        vocab_size: int = 0,
     ) -> None:
-        self._context = SchedulerContext(role, config, kv, layout, frozenset(eos_token_ids), max_model_len, verify_kv)
+        self._context = SchedulerContext(
+            role, config, kv, layout, frozenset(eos_token_ids), max_model_len, verify_kv, vocab_size
+        )  # fmt: skip
         self._scheduler: Scheduler = (
             PrefillDisaggScheduler(self._context) if role is Role.PREFILL else DecodeDisaggScheduler(self._context)
         )

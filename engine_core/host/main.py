@@ -98,6 +98,7 @@ def _build(
     core = EngineCore(
         role, config.scheduler, kv, layout,
         eos_token_ids=info.eos_token_ids, max_model_len=info.max_model_len, verify_kv=config.disagg.verify_kv,
+        vocab_size=info.vocab_size,
     )  # fmt: skip
     worker.warm_up()
     tokens = min(g.num_blocks - 1 for g in layout.groups) * config.scheduler.block_size

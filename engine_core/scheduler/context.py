@@ -143,6 +143,8 @@ class SchedulerContext:
     eos_token_ids: frozenset[int]
     max_model_len: int
     verify_kv: bool = False
+    vocab_size: int = 0
+    """Token ids that the model knows; 0 checks none."""
     out: Outbox = field(default_factory=Outbox)
     links: LinkBook = field(default_factory=LinkBook)
     counters: Counter[str] = field(default_factory=Counter)

@@ -8,6 +8,7 @@ from engine_core.scheduler.context import SchedulerContext
 from engine_core.scheduler.step import ScheduledSequence
 from engine_core.types.errors import ContextLengthError, InvalidRequestError
 from engine_core.types.request import FinishReason, GenerateSpec
+from engine_core.types.sampling import SamplingParams
 
 
 @dataclass(slots=True)
@@ -64,8 +65,7 @@ class Sequence:
         sample = self.computed + count == len(self.tokens)
         banned: tuple[int, ...] = ()
         if sample and self.output_len < sampling.min_tokens:
-            stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos_token_ids)
-            banned = tuple(sorted(stops))
+            banned = tuple(sorted(stop_ids(sampling, eos_token_ids)))
         return ScheduledSequence(
             session=self.spec.session,
             token_ids=self.tokens[self.computed : self.computed + count],
@@ -75,6 +75,11 @@ class Sequence:
             sampling=sampling,
             banned_token_ids=banned,
         )
+
+
+def stop_ids(sampling: SamplingParams, eos_token_ids: frozenset[int]) -> set[int]:
+    """Tokens that end the output, from min_tokens on; before, they must not be drawn."""
+    return set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos_token_ids)
 
 
 def new_sequence(spec: GenerateSpec, context: SchedulerContext) -> Sequence:
@@ -87,6 +92,7 @@ def new_sequence(spec: GenerateSpec, context: SchedulerContext) -> Sequence:
         raise InvalidRequestError("the prompt is empty; it needs at least one token", field="prompt_token_ids")
     if spec.sampling.max_tokens < 1:
         raise InvalidRequestError(f"max_tokens is {spec.sampling.max_tokens}; at least 1 is needed", field="max_tokens")
+    _check_vocabulary(spec, context)
     # Of prompt + output tokens, all but the last one need KV.
     room = min(context.max_model_len, context.pool_tokens + 1)
     if prompt + 1 > room:
@@ -100,3 +106,21 @@ def new_sequence(spec: GenerateSpec, context: SchedulerContext) -> Sequence:
             f"{emitted} tokens were already emitted; the limit is {limit}", field="emitted_token_ids"
         )
     return Sequence(spec, list(spec.known_token_ids), limit)
+
+
+def _check_vocabulary(spec: GenerateSpec, context: SchedulerContext) -> None:
+    """Refuses what a step could only end the engine with: unknown tokens, and nothing left to draw."""
+    vocab, sampling = context.vocab_size, spec.sampling
+    if not vocab:
+        return
+    for name in ("prompt_token_ids", "emitted_token_ids"):
+        highest = max(getattr(spec, name), default=0)
+        if highest >= vocab:
+            raise InvalidRequestError(f"token {highest} is outside the vocabulary of {vocab}", field=name)
+    if sampling.min_tokens and len(sampling.stop_token_ids) + len(context.eos_token_ids) >= vocab:
+        stops = stop_ids(sampling, context.eos_token_ids)
+        if sum(0 <= token < vocab for token in stops) >= vocab:
+            raise InvalidRequestError(
+                f"all {vocab} tokens are stop tokens: with min_tokens {sampling.min_tokens} none may be drawn",
+                field="stop_token_ids",
+            )

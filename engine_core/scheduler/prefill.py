@@ -5,7 +5,8 @@ The life of a session:
  1. OpenPrefill is checked and queued; everything waits in one order: ticketed first, then by age.
  2. A grant reserves the blocks of the whole prompt at once (chunks that allocate as they go deadlock on
     a full pool) and sends Started. When blocks are short, what comes earlier sets later un-ticketed
-    prompts back to QUEUED; their computed blocks stay in the prefix index.
+    prompts back to QUEUED; their computed blocks stay in the prefix index. A ticketed one takes a place
+    in the batch in the same way.
  3. Steps compute chunks under the token budget.
  4. With the ticket, finished blocks are pushed while the next chunk computes.
  5. The last chunk samples token 1. Once sampled and ticketed, FirstToken leaves at once.
@@ -361,10 +362,20 @@ class PrefillDisaggScheduler:
             (s for s in self._sessions.values() if s.request.state is PrefillState.QUEUED), key=lambda s: s.order
         )
         for session in queued:
-            if len(self._holding()) >= self._c.config.max_running:
+            if len(self._holding()) >= self._c.config.max_running and not self._free_place(session, now):
                 return
             if not self._reserve(session, now):
                 return
+
+    def _free_place(self, session: PrefillSession, now: float) -> bool:
+        """Sets the last un-ticketed prompt back for a ticketed session: those who hold all places may wait for
+        tickets from a decode worker whose blocks this very session holds."""
+        if session.order[0]:
+            return False
+        victim = max((v for v in self._holding() if v.order[0]), key=lambda v: v.order, default=None)
+        if victim is not None:
+            self._set_back(victim, session, now)
+        return victim is not None
 
     def _reserve(self, session: PrefillSession, now: float) -> bool:
         """Reserves the whole prompt, setting later un-ticketed prompts back when that makes room."""
@@ -395,7 +406,7 @@ class PrefillDisaggScheduler:
         return True
 
     def _set_back(self, victim: PrefillSession, winner: PrefillSession, now: float) -> None:
-        victim.request.advance(PrefillState.QUEUED, now, f"set back: blocks went to {winner.id}")
+        victim.request.advance(PrefillState.QUEUED, now, f"set back for {winner.id}")
         victim.sequence.reset()
         victim.token = None
         self._c.kv.release(victim.id)

@@ -231,3 +231,23 @@ def test_a_closed_link_fails_its_sessions_and_the_push_reports_its_own_end() -> 
     assert core.kv.usage().pinned == 2
     core.event(SourceQuiet(1, S1))
     assert core.kv.usage().pinned == 0
+
+
+def test_a_ticketed_session_gets_a_place_from_those_that_wait_for_tickets() -> None:
+    """S1 and S3 are older, come later, and set S2 back while its ticket is on the way. Decode's blocks are S2's:
+    without its place nobody would ever get a ticket."""
+    core = prefill(num_blocks=5, max_running=2)
+    s3 = SessionId(3)
+    opened(core, 2, (1, 2, 3, 4, 5, 6), arrival_ms=10)
+    opened(core, 1, (10, 11, 12, 13), arrival_ms=0)
+    opened(core, 3, (20, 21, 22, 23), arrival_ms=1)
+    core.run()
+    assert [f.session for f in of(Started, core.frames)] == [S2, S1, s3]
+    assert (core.kv.holds(S1), core.kv.holds(S2), core.kv.holds(s3)) == (True, False, True)
+
+    core.send(TicketArrived(S2, ticket((1, 2, 3), num_tokens=6)))
+    core.run()
+    assert [f.session for f in of(FirstToken, core.frames)] == [S2]
+    (push,) = of(Push, core.commands)
+    assert of(Delivered, done(core, push))[0].session == S2
+    assert core.core.stats().counters["set_back"] == 3

@@ -35,7 +35,9 @@ def generate(out: Path) -> None:
 
 def differences(left: Path, right: Path) -> list[str]:
     """Relative paths that differ between two trees; empty when they are equal."""
-    names = {str(p.relative_to(base)) for base in (left, right) for p in base.rglob("*.py*") if "__pycache__" not in p.parts}
+    names = {
+        str(p.relative_to(base)) for base in (left, right) for p in base.rglob("*.py*") if "__pycache__" not in p.parts
+    }
     return sorted(
         n
         for n in names

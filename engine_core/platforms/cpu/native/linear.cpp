@@ -1,7 +1,7 @@
 // Products of few rows with weights that stay as the checkpoint has them: [N, K], row after row.
 //
 // Each weight is read from memory once per call, whatever the number of rows; the reading is what a decode
-// step waits for. A chunk of weight rows is read as NR streams that lie far apart, because one core's
+// step waits for. A chunk of weight rows is read as three or four streams that lie far apart, because one core's
 // prefetchers follow each page by itself: this nearly doubles what a core can read. Chunks are handed out
 // as threads come for them, so that a thread that the system has taken off its core holds up one chunk and
 // not half of the work. How a sum is formed does not depend on chunks, threads or the number of rows.
@@ -14,60 +14,78 @@
 
 namespace {
 
-constexpr int NR = 4;  // weight rows at a time
-constexpr int MR = 6;  // input rows at a time
+constexpr int MR = 8;  // input rows at a time, at most
 constexpr int64_t CHUNK_BYTES = 192 << 10;
 
-// acc[i][j] = x[i] . w[j]
-template <int M, typename T>
-void dots(const float* x, const T* const* w, int64_t k, float (*acc)[NR]) {
-  const T *w0 = w[0], *w1 = w[1], *w2 = w[2], *w3 = w[3];
-  vf a[M][NR] = {};
+// acc[j][i] = x[i] . w[j]. AHEAD calls the streams' next rows into the second-level cache meanwhile: with
+// several input rows the loads alone come too seldom to keep the memory busy.
+template <int M, int NR, bool AHEAD, typename T>
+void dots(const float* x, const T* const* w, int64_t k, float (*acc)[MR]) {
+  vf a[NR][(M + 3) / 4 * 4] = {};
   for (int64_t d = 0; d < k; d += VL) {
-    const vf v[NR] = {load(w0 + d), load(w1 + d), load(w2 + d), load(w3 + d)};
+    vf v[NR];
+    for (int j = 0; j < NR; j++) {
+      v[j] = load(w[j] + d);
+      if (AHEAD) __builtin_prefetch(w[j] + k + d, 0, 2);
+    }
     for (int i = 0; i < M; i++) {
-      vf r = load(x + i * k + d);
-      for (int j = 0; j < NR; j++) a[i][j] += r * v[j];
+      const vf r = load(x + i * k + d);
+      for (int j = 0; j < NR; j++) a[j][i] += r * v[j];
     }
   }
-  for (int i = 0; i < M; i++) sum4(a[i][0], a[i][1], a[i][2], a[i][3], acc[i]);
+  for (int j = 0; j < NR; j++)
+    for (int i = 0; i < M; i += 4) sum4(a[j][i], a[j][i + 1], a[j][i + 2], a[j][i + 3], acc[j] + i);
 }
 
-template <typename T>
-void dots_of(int m, const float* x, const T* const* w, int64_t k, float (*acc)[NR]) {
+template <int NR, bool AHEAD, typename T>
+void dots_of(int m, const float* x, const T* const* w, int64_t k, float (*acc)[MR]) {
   switch (m) {
-    case 1: return dots<1>(x, w, k, acc);
-    case 2: return dots<2>(x, w, k, acc);
-    case 3: return dots<3>(x, w, k, acc);
-    case 4: return dots<4>(x, w, k, acc);
-    case 5: return dots<5>(x, w, k, acc);
-    default: return dots<6>(x, w, k, acc);
+    case 1: return dots<1, NR, AHEAD>(x, w, k, acc);
+    case 2: return dots<2, NR, AHEAD>(x, w, k, acc);
+    case 3: return dots<3, NR, AHEAD>(x, w, k, acc);
+    case 4: return dots<4, NR, AHEAD>(x, w, k, acc);
+    case 5: return dots<5, NR, AHEAD>(x, w, k, acc);
+    case 6: return dots<6, NR, AHEAD>(x, w, k, acc);
+    case 7: return dots<7, NR, AHEAD>(x, w, k, acc);
+    default: return dots<8, NR, AHEAD>(x, w, k, acc);
   }
 }
 
-// out[i * stride + n - first] = x[i] . w[n] + bias[n] for n in [first, end).
-template <typename T, typename O>
-void rows_times(const float* x, int64_t m, int64_t k, const T* w, const T* bias, int64_t first, int64_t end, O* out,
-                int64_t stride) {
-  const int64_t passes = (m + MR - 1) / MR, step = (m + passes - 1) / passes;
-  const int64_t length = (end - first + NR - 1) / NR;  // of a stream; the last ones may have to repeat a row
-  float acc[MR][NR];
+template <int NR, typename T, typename O>
+void stream_rows(const float* x, int64_t m, int64_t step, int64_t k, const T* w, const T* bias, int64_t count, O* out,
+                 int64_t stride) {
+  const int64_t length = (count + NR - 1) / NR;  // of a stream; the last ones may have to repeat a row
+  float acc[NR][MR];
   for (int64_t n = 0; n < length; n++) {
     int64_t row[NR];
     const T* weights[NR];
-    float shift[NR];
     for (int j = 0; j < NR; j++) {
-      row[j] = std::min(j * length + n, end - first - 1);
-      weights[j] = w + (first + row[j]) * k;
-      shift[j] = bias ? to_float(bias[first + row[j]]) : 0.0f;
+      row[j] = std::min(j * length + n, count - 1);
+      weights[j] = w + row[j] * k;
     }
     for (int64_t i = 0; i < m; i += step) {
       const int rows = int(std::min(step, m - i));
-      dots_of(rows, x + i * k, weights, k, acc);
-      for (int r = 0; r < rows; r++)
-        for (int j = 0; j < NR; j++) from_float(out + (i + r) * stride + row[j], acc[r][j] + shift[j]);
+      if (i == 0 && m > 1)
+        dots_of<NR, true>(rows, x, weights, k, acc);
+      else
+        dots_of<NR, false>(rows, x + i * k, weights, k, acc);
+      for (int j = 0; j < NR; j++) {
+        const float shift = bias ? to_float(bias[row[j]]) : 0.0f;
+        for (int r = 0; r < rows; r++) from_float(out + (i + r) * stride + row[j], acc[j][r] + shift);
+      }
     }
   }
+}
+
+// out[i * stride + n] = x[i] . w[n] + bias[n] for n in [0, count).
+template <typename T, typename O>
+void rows_times(const float* x, int64_t m, int64_t k, const T* w, const T* bias, int64_t count, O* out,
+                int64_t stride) {
+  const int64_t passes = (m + MR - 1) / MR, step = (m + passes - 1) / passes;
+  if (step > 6)  // what fits into the registers: 8 * 3 or 6 * 4 sums
+    stream_rows<3>(x, m, step, k, w, bias, count, out, stride);
+  else
+    stream_rows<4>(x, m, step, k, w, bias, count, out, stride);
 }
 
 template <typename T>
@@ -85,7 +103,7 @@ const float* widen(const float* x, int64_t, std::vector<float>&) {
 int64_t chunk_rows(int64_t n, int64_t row_bytes, int threads) {
   const int64_t each = std::max<int64_t>(1, n * row_bytes / (CHUNK_BYTES * threads));
   const int64_t rows = (n + each * threads - 1) / (each * threads);
-  return (rows + NR - 1) / NR * NR;
+  return (rows + 11) / 12 * 12;  // whole streams of three or four
 }
 
 template <typename T>
@@ -104,7 +122,8 @@ void linear(const T* x, int64_t m, int64_t k, int count, void* const* weights, v
     int i = 0;
     while (c >= first_chunk[i + 1]) i++;
     const int64_t first = (c - first_chunk[i]) * rows[i], end = std::min(ns[i], first + rows[i]);
-    rows_times(wide, m, k, static_cast<const T*>(weights[i]), static_cast<const T*>(biases[i]), first, end,
+    const T* bias = static_cast<const T*>(biases[i]);
+    rows_times(wide, m, k, static_cast<const T*>(weights[i]) + first * k, bias ? bias + first : bias, end - first,
                static_cast<T*>(outs[i]) + first, ns[i]);
   }
 }
@@ -126,8 +145,8 @@ void gated(const T* x, int64_t m, int64_t k, const T* gate, const T* gate_bias, 
 #pragma omp for schedule(dynamic, 1)
     for (int64_t c = 0; c < chunks; c++) {
       const int64_t first = c * rows, end = std::min(n, first + rows), width = end - first;
-      rows_times(wide, m, k, gate, gate_bias, first, end, g, width);
-      rows_times(wide, m, k, up, up_bias, first, end, u, width);
+      rows_times(wide, m, k, gate + first * k, gate_bias ? gate_bias + first : gate_bias, width, g, width);
+      rows_times(wide, m, k, up + first * k, up_bias ? up_bias + first : up_bias, width, u, width);
       for (int64_t i = 0; i < m * width; i += VL) {
         vf a = load(g + i);
         store(g + i, a / (splat(1.0f) + vexp(-a)));

@@ -85,9 +85,7 @@ class EngineCore:
         links, out = self._context.links, self._context.out
         if isinstance(event, LinkOpened):
             links.opened(event)
-            out.frame(
-                LinkUp(event.link_id, event.peer_incarnation, event.peer_instance, event.transport, event.reason)
-            )
+            out.frame(LinkUp(event.link_id, event.peer_incarnation, event.peer_instance, event.transport, event.reason))
         elif isinstance(event, LinkClosed):
             sessions = links.closed(event)
             self._scheduler.on_link_closed(event, sessions, now)

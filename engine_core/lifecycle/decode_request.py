@@ -1,14 +1,14 @@
 """A request on a decode or mixed engine.
 
-    ADMITTED ─▶ QUEUED ─▶ AWAITING_START ─▶ AWAITING_KV ─▶ READY ─▶ DECODING ─▶ FINISHED
-                  │                                          │         │  ▲
-                  │ local                                    └────┬────┘  │
-                  └────────────▶ COMPUTING ─────────────────▶─────┼───────┘
-                                   ▲   │                          ▼
-                                   │   └──────────────────▶ PREEMPTED
-                                   └────────────────────────────┘
+ADMITTED ─▶ QUEUED ─▶ AWAITING_START ─▶ AWAITING_KV ─▶ READY ─▶ DECODING ─▶ FINISHED
+              │                                          │         │  ▲
+              │ local                                    └────┬────┘  │
+              └────────────▶ COMPUTING ─────────────────▶─────┼───────┘
+                               ▲   │                          ▼
+                               │   └──────────────────▶ PREEMPTED
+                               └────────────────────────────┘
 
-    any live state ─▶ CANCELLED | FAILED | FINISHED (early)
+any live state ─▶ CANCELLED | FAILED | FINISHED (early)
 """
 
 from __future__ import annotations

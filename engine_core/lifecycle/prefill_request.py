@@ -1,10 +1,10 @@
 """A request on a prefill engine.
 
-    ACCEPTED ─▶ QUEUED ─▶ COMPUTING ─▶ COMPUTED ─▶ PUSHING ─▶ FINISHED
-                  ▲           │            │ └───────────────────▲
-                  └─ set back ┴────────────┘   nothing to push
+ACCEPTED ─▶ QUEUED ─▶ COMPUTING ─▶ COMPUTED ─▶ PUSHING ─▶ FINISHED
+              ▲           │            │ └───────────────────▲
+              └─ set back ┴────────────┘   nothing to push
 
-    any live state ─▶ CANCELLED | FAILED
+any live state ─▶ CANCELLED | FAILED
 """
 
 from __future__ import annotations

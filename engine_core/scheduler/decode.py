@@ -489,9 +489,7 @@ class DecodeDisaggScheduler:
         if self._c.role is Role.DECODE:
             budget = min(budget, config.max_local_tokens)
         chunks = split_budget((s.sequence.missing for s in computing), budget)
-        parts += [
-            s.sequence.schedule(n, kv.block_ids(s.id), eos) for s, n in zip(computing, chunks, strict=True) if n
-        ]
+        parts += [s.sequence.schedule(n, kv.block_ids(s.id), eos) for s, n in zip(computing, chunks, strict=True) if n]
         return parts
 
     def _grow(self, now: float) -> None:

@@ -25,7 +25,9 @@ def next_token(position: int) -> int:
 class DrivenCore:
     """Wraps a core: collects frames and commands, runs steps on demand."""
 
-    def __init__(self, role: Role, *, num_blocks: int = 5, block_size: int = 2, verify_kv: bool = False, **config: object):
+    def __init__(
+        self, role: Role, *, num_blocks: int = 5, block_size: int = 2, verify_kv: bool = False, **config: object
+    ):
         self.layout = layout(num_blocks, block_size)
         self.kv = KVCacheManager(self.layout, "test", True)
         self.clock = VirtualClock()
@@ -41,7 +43,8 @@ class DrivenCore:
     def link(self, link_id: int = 1, *, local_quiet: bool = False) -> None:
         """Opens a link."""
         self.core.on_transfer(
-            LinkOpened(link_id, Incarnation(7), "peer", "tcp" if local_quiet else "shm", "test", local_quiet), self.clock()
+            LinkOpened(link_id, Incarnation(7), "peer", "tcp" if local_quiet else "shm", "test", local_quiet),
+            self.clock(),
         )
         self.take()
 

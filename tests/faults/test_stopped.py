@@ -1,0 +1,164 @@
+"""SIGSTOP of a prefill worker in the middle of a push; its copy goes on when it wakes up, long after.
+
+The script holds a push of prefill-0, and lets it go on whatever is cancelled meanwhile: the latest copy
+that a stopped process can make. Its request times out. Others fill every block of decode's pool that is
+not quarantined, over prefill-1. Then prefill-0 wakes up and writes: no other request's text is touched, and
+what was quarantined comes back when quiet is proved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.load import Answer, Ask, Load, check_ends, run_all, send
+from tests.support.mesh import Mesh
+from tests.support.models import tiny_model
+from tests.support.serving import until
+
+pytestmark = pytest.mark.timeout(180)
+
+POOL_BLOCKS = 40
+PROMPT, OUTPUT = 100, 40
+VICTIM_BLOCKS = -(-(PROMPT + OUTPUT - 1) // 16)
+"""Blocks that decode reserves for it, room for its growth included."""
+
+
+def asks(count: int, max_tokens: int, seed: int, *, spread: int = 1) -> list[Ask]:
+    """Random prompts of PROMPT tokens and up to `spread` - 1 more."""
+    draw = random.Random(seed)
+    return [Ask(tuple(draw.randrange(3, 300) for _ in range(PROMPT + i % spread)), max_tokens) for i in range(count)]
+
+
+OTHERS = asks(12, 100, seed=1, spread=12)
+
+
+class Stage:
+    """A mesh whose prefill-0 can be made to hold its pushes."""
+
+    def __init__(self, directory: Path, transport: str) -> None:
+        self.hold, self.go = directory / "hold", directory / "go"
+        self.held = directory / "go.held"
+        rule = {"action": "hold_until_file", "path": str(self.go), "when": str(self.hold), "stubborn": True}
+        script = {"transport": transport, "rules": [rule]}
+        self.mesh = Mesh(
+            tiny_model(),
+            prefill=2,
+            decode=1,
+            options={
+                "transfer_backend": "scripted",
+                "transfer_script": json.dumps({"transport": transport}),
+                "kv_progress_timeout": 1.0,
+                "queue_timeout": 4.0,
+                "lease_ttl": 2.0,
+                "lease_renewal": 0.4,
+            },
+            overrides={
+                "prefill-0": {"transfer_script": json.dumps(script)},
+                "decode-0": {"kv_tokens": POOL_BLOCKS * 16},
+            },
+        )
+
+    async def victim(self, client: httpx.AsyncClient) -> asyncio.Task[Answer]:
+        """A request that has token 1 and whose push hangs at prefill-0."""
+        self.hold.touch()
+        for ask in asks(50, OUTPUT, seed=2):
+            tokens = asyncio.Event()
+            task = asyncio.create_task(  # noqa: RUF006
+                send(client, self.mesh.url, ask, on_event=lambda a, seen=tokens: seen.set() if a.token_ids else None)
+            )
+            await until(lambda done=task: self.held.exists() or done.done(), "held, or served by prefill-1", 30.0)
+            if self.held.exists():
+                async with asyncio.timeout(10.0):
+                    await tokens.wait()
+                return task
+        raise AssertionError("no request came to prefill-0")
+
+    async def quarantined(self) -> int:
+        return int((await self.mesh.rank("decode-0"))["kv"]["quarantined"])
+
+
+@pytest.mark.parametrize(
+    ("transport", "parts"),
+    [
+        ("shm", "engine"),
+        pytest.param("shm", "service", marks=pytest.mark.slow),
+        pytest.param("shm", "both", marks=pytest.mark.slow),
+        pytest.param("tcp", "engine", marks=pytest.mark.slow),
+        pytest.param("tcp", "both", marks=pytest.mark.slow),
+    ],
+)
+async def test_a_prefill_worker_is_stopped_mid_push_and_wakes_up(tmp_path: Path, transport: str, parts: str) -> None:
+    stage = Stage(tmp_path, transport)
+    async with stage.mesh as mesh, httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
+        calm = await run_all(mesh.url, OTHERS)
+        rank = await mesh.rank("prefill-0")
+        pids = [rank["engine_pid"]] * (parts != "service") + [rank["pid"]] * (parts != "engine")
+        running = await stage.victim(client)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        stage.hold.unlink()
+        try:
+            victim = await asyncio.wait_for(running, 20.0)
+            assert victim.error is not None and victim.done and len(victim.token_ids) == 1, str(victim)
+            assert any(word in victim.error["message"] for word in ("KV", "link", "prefill")), str(victim)
+            if transport == "shm":
+                # Nobody can prove that the stopped one will not write: its blocks stay out.
+                assert await settled(stage) == VICTIM_BLOCKS
+            else:
+                # The own reader dropped the session: what still comes is thrown away.
+                assert await settled(stage) == 0
+
+            async with Load(mesh.url, OTHERS, width=6) as load:
+                await load.until(lambda: sum(a.ok for a in load.answers) >= 12, "the pool is used up")
+                await load.until(lambda: load.streaming(5) >= 3, "others hold its blocks")
+                stage.go.touch()
+                for pid in pids:
+                    os.kill(pid, signal.SIGCONT)
+                woken = time.monotonic()
+
+                async def quiet() -> bool:
+                    return await stage.quarantined() == 0
+
+                await until(quiet, "quiet is proved", 15.0)
+                await load.until(lambda: load.right_since(woken) >= 6, "others go on")
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        failed = check_ends(load.answers, calm, within=30.0)
+        assert not failed, "\n".join(map(str, failed))
+
+        async def both_serve() -> bool:
+            answer = await generate(client, mesh, OTHERS[0])
+            return bool(answer["prefill_instance"] == "prefill-0")
+
+        await until(both_serve, "prefill-0 serves again", 20.0)
+        assert (await mesh.rank("prefill-0"))["incarnation"] == rank["incarnation"]
+        assert await run_all(mesh.url, OTHERS) == calm
+
+
+async def settled(stage: Stage) -> int:
+    """Quarantined blocks once the victim's session is all that decode has, or is gone."""
+
+    async def alone() -> bool:
+        rank = await stage.mesh.rank("decode-0")
+        return rank["streams"] == 0 and rank["kv"]["used"] == 0 and rank["sessions"] <= 1
+
+    await until(alone, "the victim alone", 10.0)
+    return await stage.quarantined()
+
+
+async def generate(client: httpx.AsyncClient, mesh: Mesh, ask: Ask) -> Any:
+    body = {"input_ids": list(ask.prompt), "max_tokens": 4, "ignore_eos": True, "temperature": 0}
+    answer = await client.post(f"{mesh.url}/generate", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()

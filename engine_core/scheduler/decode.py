@@ -391,9 +391,11 @@ class DecodeDisaggScheduler:
                 leg=Leg.TRANSFER, reason="TRANSFER_STUCK",
             )  # fmt: skip
         else:
+            # Who never starts a prompt is to blame for it, and not decode: the next attempt goes elsewhere.
+            unanswered = state is DecodeState.AWAITING_START and not session.started
             error = DeadlineError(
                 f"waited {self._c.config.queue_timeout:g} s in {state.value}",
-                leg=Leg.DECODE, reason="QUEUE_TIMEOUT", retryable=True,
+                leg=Leg.PREFILL if unanswered else Leg.DECODE, reason="QUEUE_TIMEOUT", retryable=True,
             )  # fmt: skip
         self._fail(session, error, now)
 

@@ -142,7 +142,8 @@ class Journey:
             try:
                 return await self._try(placement, sink)
             except PdmeshError as exc:
-                if not isinstance(exc, DeadlineError | InvalidRequestError):
+                # A deadline that may be tried again was a worker's, not the request's own.
+                if exc.retryable or not isinstance(exc, DeadlineError | InvalidRequestError):
                     avoid.add(self._blame(placement, exc))
                 spent += exc.reason != FinishReason.PREEMPTED.name
                 if not self._may_replan(exc, spent):

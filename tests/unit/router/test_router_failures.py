@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from engine_core.types.errors import (
+    DeadlineError,
     FencedError,
     InternalError,
     InvalidRequestError,
@@ -114,6 +115,8 @@ async def test_a_model_without_a_chat_template(tmp_path: Any) -> None:
         PeerFailedError("prefill is gone", leg=Leg.PREFILL),
         QueueFullError("full", leg=Leg.DECODE),
         FencedError("another incarnation", leg=Leg.DECODE),
+        DeadlineError("waited", leg=Leg.DECODE, reason="QUEUE_TIMEOUT", retryable=True),
+        DeadlineError("waited", leg=Leg.PREFILL, reason="QUEUE_TIMEOUT", retryable=True),
     ],
 )
 async def test_a_failure_before_token_1_is_planned_again_elsewhere(failure: PdmeshError) -> None:

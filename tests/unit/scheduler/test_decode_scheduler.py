@@ -332,7 +332,7 @@ def test_queue_deadline_and_kv_deadline() -> None:
     core.take()
     error = core.outputs()[-1].error
     assert error is not None
-    assert error.reason == "QUEUE_TIMEOUT"
+    assert (error.reason, error.leg) == ("QUEUE_TIMEOUT", "prefill")
 
     to_ticket(core, room=2)
     core.send(LegToken(S2, 50))

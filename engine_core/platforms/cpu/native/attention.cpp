@@ -1,12 +1,13 @@
 // Causal attention over a paged pool. One call per layer and step: writes the new tokens' K and V into
 // their slots, then attends, decodes (one query) and prefill chunks alike, with grouped queries.
 //
-// Work is cut into tasks of (sequence, KV head, tile of queries or part of the keys). A task walks its keys
-// in tiles of TK with a running maximum (online softmax). How a sequence is cut depends on that sequence
-// alone, so a result is the same whatever else is in the batch.
+// Work is cut into tasks of (sequence, KV heads, tile of queries or part of the keys). A task walks its keys
+// in tiles of TK with a running maximum (online softmax). How a sequence's keys are cut depends on that
+// sequence alone, so a result is the same whatever else is in the batch.
 #include <omp.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <vector>
 
@@ -32,7 +33,8 @@ struct Args {
 };
 
 struct Task {
-  int32_t sequence, kv_head, first_query, queries, first_key, end_key, partial;  // partial: -1 writes out directly
+  int32_t sequence, kv_head, kv_heads, first_query, queries, first_key, end_key;
+  int32_t partial;  // the first of kv_heads slots for what is to be joined, or -1: writes its output itself
 };
 
 struct Scratch {
@@ -48,32 +50,42 @@ struct Scratch {
   }
 };
 
-// s[r][j] = q[r] . k[j], straight from the pool's rows: four keys at a time share the loads of q.
+// s[r][j] = q[r] . k[j], straight from the pool's rows.
+template <int R, typename T>
+void scores_four_keys(const float* q, const T* const* k, int hs, float* s) {
+  const T *k0 = k[0], *k1 = k[1], *k2 = k[2], *k3 = k[3];
+  vf a[R][4] = {};
+  for (int d = 0; d < hs; d += VL) {
+    const vf y[4] = {load(k0 + d), load(k1 + d), load(k2 + d), load(k3 + d)};
+    for (int r = 0; r < R; r++) {
+      const vf x = load(q + r * hs + d);
+      for (int i = 0; i < 4; i++) a[r][i] += x * y[i];
+    }
+  }
+  for (int r = 0; r < R; r++) sum4(a[r][0], a[r][1], a[r][2], a[r][3], s + r * TK);
+}
+
 template <typename T>
-void scores_direct(const float* q, int rows, const T* const* k, int keys, int hs, float* s) {
+void scores_direct(const float* q, int rows, const T* const* k, int64_t head, int keys, int hs, float* s) {
   for (int j = 0; j < keys; j += 4) {
-    const T* kp[4];
-    for (int i = 0; i < 4; i++) kp[i] = k[std::min(j + i, keys - 1)];
-    for (int r = 0; r < rows; r++) {
-      vf a0{}, a1{}, a2{}, a3{};
-      for (int d = 0; d < hs; d += VL) {
-        vf x = load(q + r * hs + d);
-        a0 += x * load(kp[0] + d);
-        a1 += x * load(kp[1] + d);
-        a2 += x * load(kp[2] + d);
-        a3 += x * load(kp[3] + d);
-      }
-      sum4(a0, a1, a2, a3, s + r * TK + j);
+    const T* four[4];
+    for (int i = 0; i < 4; i++) four[i] = k[std::min(j + i, keys - 1)] + head;
+    int r = 0;
+    for (; r + 4 <= rows; r += 4) scores_four_keys<4>(q + r * hs, four, hs, s + r * TK + j);
+    switch (rows - r) {
+      case 3: scores_four_keys<3>(q + r * hs, four, hs, s + r * TK + j); break;
+      case 2: scores_four_keys<2>(q + r * hs, four, hs, s + r * TK + j); break;
+      case 1: scores_four_keys<1>(q + r * hs, four, hs, s + r * TK + j); break;
     }
   }
 }
 
 template <typename T>
-void transpose_keys(const T* const* k, int keys, int hs, float* kt) {
+void transpose_keys(const T* const* k, int64_t head, int keys, int hs, float* kt) {
   for (int d0 = 0; d0 < hs; d0 += VL) {
     for (int j = 0; j < keys; j++) {
       float row[VL];
-      store(row, load(k[j] + d0));
+      store(row, load(k[j] + head + d0));
       for (int d = 0; d < VL; d++) kt[(d0 + d) * TK + j] = row[d];
     }
   }
@@ -105,13 +117,13 @@ void scores_transposed(const float* q, int rows, const float* kt, int hs, float*
 
 // o[r] += sum_j p[r][j] * v[j], two vectors of the head at a time.
 template <int R, typename T>
-void accumulate_rows(const float* p, const T* const* v, int keys, int hs, float* o) {
+void accumulate_rows(const float* p, const T* const* v, int64_t head, int keys, int hs, float* o) {
   int d = 0;
   for (; d + 2 * VL <= hs; d += 2 * VL) {
     vf a[R], b[R];
     for (int r = 0; r < R; r++) a[r] = load(o + r * hs + d), b[r] = load(o + r * hs + d + VL);
     for (int j = 0; j < keys; j++) {
-      vf x = load(v[j] + d), y = load(v[j] + d + VL);
+      vf x = load(v[j] + head + d), y = load(v[j] + head + d + VL);
       for (int r = 0; r < R; r++) {
         vf w = splat(p[r * TK + j]);
         a[r] += w * x;
@@ -124,7 +136,7 @@ void accumulate_rows(const float* p, const T* const* v, int keys, int hs, float*
     vf a[R];
     for (int r = 0; r < R; r++) a[r] = load(o + r * hs + d);
     for (int j = 0; j < keys; j++) {
-      vf x = load(v[j] + d);
+      vf x = load(v[j] + head + d);
       for (int r = 0; r < R; r++) a[r] += splat(p[r * TK + j]) * x;
     }
     for (int r = 0; r < R; r++) store(o + r * hs + d, a[r]);
@@ -132,11 +144,11 @@ void accumulate_rows(const float* p, const T* const* v, int keys, int hs, float*
 }
 
 template <typename T>
-void accumulate(const float* p, int rows, const T* const* v, int keys, int hs, float* o) {
+void accumulate(const float* p, int rows, const T* const* v, int64_t head, int keys, int hs, float* o) {
   int r = 0;
-  for (; r + 8 <= rows; r += 8) accumulate_rows<8>(p + r * TK, v, keys, hs, o + r * hs);
-  for (; r + 3 <= rows; r += 3) accumulate_rows<3>(p + r * TK, v, keys, hs, o + r * hs);
-  for (; r < rows; r++) accumulate_rows<1>(p + r * TK, v, keys, hs, o + r * hs);
+  for (; r + 8 <= rows; r += 8) accumulate_rows<8>(p + r * TK, v, head, keys, hs, o + r * hs);
+  for (; r + 3 <= rows; r += 3) accumulate_rows<3>(p + r * TK, v, head, keys, hs, o + r * hs);
+  for (; r < rows; r++) accumulate_rows<1>(p + r * TK, v, head, keys, hs, o + r * hs);
 }
 
 // Softmax of one row of scores against the running maximum; `visible` keys of the tile count.
@@ -164,17 +176,39 @@ void soften(float* s, int visible, float& m, float& l, float* o, int hs) {
   l += sum(total);
 }
 
+// Where the K and V rows (all heads) of `keys` tokens from `key` on lie.
+template <typename T>
+void find_rows(const Args& a, const int32_t* table, const T* pool, int key, int keys, const T** k, const T** v) {
+  const int64_t row_stride = a.kv_heads * a.head_size;
+  for (int j = 0; j < keys; j++) {
+    k[j] = pool + int64_t(table[(key + j) / a.block_size]) * a.block_stride + ((key + j) % a.block_size) * row_stride;
+    v[j] = k[j] + a.value_offset;
+  }
+}
+
+template <typename T>
+void call_rows(const T* const* rows, int count, int64_t first, int64_t elements) {
+  for (int j = 0; j < count; j++)
+    for (int64_t e = 0; e < elements; e += 64 / int64_t(sizeof(T))) __builtin_prefetch(rows[j] + first + e, 0, 2);
+}
+
 template <typename T>
 void run_task(const Args& a, const Task& t, const T* q, const T* pool, T* out, float* partials, Scratch& scratch) {
-  const int group = a.heads / a.kv_heads, hs = a.head_size, rows = t.queries * group;
+  const int group = a.heads / a.kv_heads, hs = a.head_size, per_head = t.queries * group;
+  const int rows = per_head * t.kv_heads;
   scratch.fit(rows, hs);
   float *qs = scratch.q.data(), *o = scratch.o.data(), *s = scratch.s.data(), *kt = scratch.kt.data();
   float *m = scratch.m.data(), *l = scratch.l.data();
   const int first_row = a.starts[t.sequence];
   const int new_tokens = a.starts[t.sequence + 1] - first_row;
   const int first_position = a.lens[t.sequence] - new_tokens + t.first_query;
+  // Row r of the task is query r % per_head / group under head r / per_head * group + r % group.
+  const auto place = [&](int r) {
+    const int64_t token = first_row + t.first_query + r % per_head / group;
+    return (token * a.heads + int64_t(t.kv_head + r / per_head) * group + r % group) * hs;
+  };
   for (int r = 0; r < rows; r++) {
-    const T* source = q + (int64_t(first_row + t.first_query + r / group) * a.heads + t.kv_head * group + r % group) * hs;
+    const T* source = q + place(r);
     for (int d = 0; d < hs; d += VL) {
       store(qs + r * hs + d, load(source + d) * splat(a.scale));
       store(o + r * hs + d, vf{});
@@ -183,28 +217,43 @@ void run_task(const Args& a, const Task& t, const T* q, const T* pool, T* out, f
     l[r] = 0;
   }
   const int32_t* table = a.tables + t.sequence * a.table_width;
-  const int64_t row_stride = a.kv_heads * hs;
-  const T *k[TK], *v[TK];
+  const int64_t first_head = int64_t(t.kv_head) * hs, heads_width = int64_t(t.kv_heads) * hs;
+  const bool direct = per_head <= DIRECT_ROWS;
+  const T *rows_of[2][2][TK];  // two tiles of K and V rows: the next is called for while this one is computed
+  int now = 0, keys = std::min(TK, t.end_key - t.first_key);
+  find_rows(a, table, pool, t.first_key, keys, rows_of[0][0], rows_of[0][1]);
   for (int key = t.first_key; key < t.end_key; key += TK) {
-    const int keys = std::min(TK, t.end_key - key);
-    for (int j = 0; j < keys; j++) {
-      k[j] = pool + int64_t(table[(key + j) / a.block_size]) * a.block_stride +
-             ((key + j) % a.block_size) * row_stride + t.kv_head * hs;
-      v[j] = k[j] + a.value_offset;
+    const T *const *k = rows_of[now][0], *const *v = rows_of[now][1];
+    const int next = std::min(TK, t.end_key - key - TK);
+    if (direct) call_rows(v, keys, first_head, heads_width);
+    if (next > 0) {
+      find_rows(a, table, pool, key + TK, next, rows_of[1 - now][0], rows_of[1 - now][1]);
+      if (direct) call_rows(rows_of[1 - now][0], next, first_head, heads_width);
     }
-    if (rows <= DIRECT_ROWS) {
-      scores_direct(qs, rows, k, keys, hs, s);
-    } else {
-      transpose_keys(k, keys, hs, kt);
-      scores_transposed(qs, rows, kt, hs, s);
+    for (int h = 0; h < t.kv_heads; h++) {
+      const int64_t head = first_head + int64_t(h) * hs;
+      const int r0 = h * per_head;
+      if (direct) {
+        scores_direct(qs + r0 * hs, per_head, k, head, keys, hs, s + r0 * TK);
+      } else {
+        transpose_keys(k, head, keys, hs, kt);
+        scores_transposed(qs + r0 * hs, per_head, kt, hs, s + r0 * TK);
+      }
     }
-    for (int r = 0; r < rows; r++)
-      soften(s + r * TK, std::min(keys, first_position + r / group - key + 1), m[r], l[r], o + r * hs, hs);
-    accumulate(s, rows, v, keys, hs, o);
+    for (int r = 0; r < rows; r++) {
+      const int visible = std::min(keys, first_position + r % per_head / group - key + 1);
+      soften(s + r * TK, visible, m[r], l[r], o + r * hs, hs);
+    }
+    for (int h = 0; h < t.kv_heads; h++) {
+      const int r0 = h * per_head;
+      accumulate(s + r0 * TK, per_head, v, first_head + int64_t(h) * hs, keys, hs, o + r0 * hs);
+    }
+    now = 1 - now;
+    keys = next;
   }
   if (t.partial >= 0) {  // one query: the parts are joined when all are there
     float* p = partials + size_t(t.partial) * group * (hs + 2);
-    for (int r = 0; r < group; r++) {
+    for (int r = 0; r < rows; r++) {
       p[r * (hs + 2)] = m[r];
       p[r * (hs + 2) + 1] = l[r];
       std::memcpy(p + r * (hs + 2) + 2, o + r * hs, hs * 4);
@@ -212,30 +261,26 @@ void run_task(const Args& a, const Task& t, const T* q, const T* pool, T* out, f
     return;
   }
   for (int r = 0; r < rows; r++) {
-    T* target = out + (int64_t(first_row + t.first_query + r / group) * a.heads + t.kv_head * group + r % group) * hs;
-    vf inverse = splat(1.0f / l[r]);
+    T* target = out + place(r);
+    const vf inverse = splat(1.0f / l[r]);
     for (int d = 0; d < hs; d += VL) store(target + d, load(o + r * hs + d) * inverse);
   }
 }
 
+// Joins the parts of one decode; part i of a head lies i * kv_heads slots behind the head's first.
 template <typename T>
-void join_parts(const Args& a, const Task& first, int parts, const float* partials, T* out) {
+void join_parts(const Args& a, int sequence, int kv_head, int slot, int parts, const float* partials, T* out) {
   const int group = a.heads / a.kv_heads, hs = a.head_size, step = hs + 2;
+  const size_t stride = size_t(a.kv_heads) * group * step;
   for (int r = 0; r < group; r++) {
-    const float* p = partials + size_t(first.partial) * group * step + r * step;
+    const float* p = partials + (size_t(slot) * group + r) * step;
     float peak = -INFINITY, total = 0;
-    for (int i = 0; i < parts; i++) peak = std::max(peak, p[size_t(i) * group * step]);
-    for (int i = 0; i < parts; i++) {
-      const float* part = p + size_t(i) * group * step;
-      total += part[1] * std::exp(part[0] - peak);
-    }
-    T* target = out + (int64_t(a.starts[first.sequence]) * a.heads + first.kv_head * group + r) * hs;
+    for (int i = 0; i < parts; i++) peak = std::max(peak, p[i * stride]);
+    for (int i = 0; i < parts; i++) total += p[i * stride + 1] * std::exp(p[i * stride] - peak);
+    T* target = out + (int64_t(a.starts[sequence]) * a.heads + kv_head * group + r) * hs;
     for (int d = 0; d < hs; d += VL) {
       vf x{};
-      for (int i = 0; i < parts; i++) {
-        const float* part = p + size_t(i) * group * step;
-        x += load(part + 2 + d) * splat(std::exp(part[0] - peak));
-      }
+      for (int i = 0; i < parts; i++) x += load(p + i * stride + 2 + d) * splat(std::exp(p[i * stride] - peak));
       store(target + d, x * splat(1.0f / total));
     }
   }
@@ -246,25 +291,31 @@ void attend(const Args& a, const T* q, const T* k, const T* v, T* pool, T* out, 
   const int64_t width = a.kv_heads * a.head_size;
   const int group = a.heads / a.kv_heads;
   std::vector<Task> tasks;
-  std::vector<std::pair<int, int>> joins;  // (first task, parts)
-  int partial = 0;
+  std::vector<std::array<int, 4>> joins;  // sequence, KV head, slot, parts
+  int slots = 0, decode_parts = 0;
+  for (int b = 0; b < a.sequences; b++)
+    if (a.starts[b + 1] - a.starts[b] == 1) decode_parts += (a.lens[b] + PART - 1) / PART;
+  // With work enough for all threads a task takes all heads of a key: they lie side by side in memory.
+  const int together = decode_parts >= 4 * threads ? int(a.kv_heads) : 1;
   for (int b = 0; b < a.sequences; b++) {
     const int queries = a.starts[b + 1] - a.starts[b], len = a.lens[b];
-    for (int h = 0; h < a.kv_heads; h++) {
-      if (queries == 1) {
-        const int parts = (len + PART - 1) / PART;
-        if (parts > 1) joins.emplace_back(int(tasks.size()), parts);
-        for (int p = 0; p < parts; p++)
-          tasks.push_back({b, h, 0, 1, p * PART, std::min(len, (p + 1) * PART), parts > 1 ? partial++ : -1});
-        continue;
-      }
+    if (queries == 1) {
+      const int parts = (len + PART - 1) / PART;
+      for (int p = 0; p < parts; p++)
+        for (int h = 0; h < a.kv_heads; h += together)
+          tasks.push_back({b, h, together, 0, 1, p * PART, std::min(len, (p + 1) * PART),
+                           parts > 1 ? slots + p * int(a.kv_heads) + h : -1});
+      for (int h = 0; parts > 1 && h < a.kv_heads; h++) joins.push_back({b, h, slots + h, parts});
+      if (parts > 1) slots += parts * int(a.kv_heads);
+      continue;
+    }
+    for (int h = 0; h < a.kv_heads; h++)
       for (int first = (queries - 1) / QT * QT; first >= 0; first -= QT) {  // the long ones first
         const int n = std::min(QT, queries - first);
-        tasks.push_back({b, h, first, n, 0, len - queries + first + n, -1});
+        tasks.push_back({b, h, 1, first, n, 0, len - queries + first + n, -1});
       }
-    }
   }
-  std::vector<float> partials(size_t(partial) * group * (a.head_size + 2));
+  std::vector<float> partials(size_t(slots) * group * (a.head_size + 2));
   const int team = a.tokens == 1 && a.lens[0] <= 64 ? 1 : threads;
 #pragma omp parallel num_threads(team)
   {
@@ -281,7 +332,7 @@ void attend(const Args& a, const T* q, const T* k, const T* v, T* pool, T* out, 
       run_task(a, tasks[i], q, pool, out, partials.data(), scratch);
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < int64_t(joins.size()); i++)
-      join_parts(a, tasks[joins[i].first], joins[i].second, partials.data(), out);
+      join_parts(a, joins[i][0], joins[i][1], joins[i][2], joins[i][3], partials.data(), out);
   }
 }
 

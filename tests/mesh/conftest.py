@@ -6,6 +6,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -100,6 +101,9 @@ async def llama() -> AsyncIterator[Served]:
         yield served
 
 
+FAULTS = ("fail", "short", "short_silent", "corrupt", "lose")
+
+
 class Script:
     """Switches of the scripted transport: what a push suffers while a switch is on."""
 
@@ -110,7 +114,7 @@ class Script:
     def as_json(self) -> str:
         """The rules for the prefill worker."""
         hold = {"action": "hold_until_file", "path": str(self._gate)}
-        rules = [
+        rules: list[dict[str, object]] = [
             {**hold, "when": str(self.folder / "hold")},
             {**hold, "stubborn": True, "when": str(self.folder / "stubborn")},
             {"action": "delay", "seconds": 0.3, "when": str(self.folder / "delay")},
@@ -163,7 +167,7 @@ async def scripted_mesh(
     script = Script(tmp_path_factory.mktemp("script"), request.param)
     options = {
         "transfer_backend": "scripted", "transfer_script": script.as_json(), "verify_kv": True, "kv_tokens": 4096,
-        "max_batch_tokens": 4, "max_in_flight": 4, "kv_progress_timeout": 8.0,
+        "max_batch_tokens": 2, "max_in_flight": 4, "kv_progress_timeout": 8.0,
     }  # fmt: skip
     overrides = {"decode": {"kv_tokens": 16 * SMALL_POOL, "max_batch_tokens": 512}}
     model = tiny_model("llama")
@@ -177,5 +181,7 @@ async def scripted(scripted_mesh: Scripted) -> AsyncIterator[Scripted]:
     scripted_mesh.script.release()
     yield scripted_mesh
     scripted_mesh.script.release()
+    for name in ("prefill-0", "decode-0"):  # whatever a failed test has left stopped
+        await scripted_mesh.mesh.kill_engine(name, signal.SIGCONT)
     await scripted_mesh.mesh.quiet()
     await scripted_mesh.asker.router_idle(2.0)

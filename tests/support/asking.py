@@ -208,6 +208,12 @@ class Asker:
         pairs = (await self.mesh.rank(answer.prefill))["pairs"] if answer.prefill else []
         answer.transport = pairs[0]["transport"] if pairs else ""
 
+    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Any body; the reply's. Raises AssertionError unless it succeeds."""
+        response = await self._http.post(f"{self.mesh.url}{path}", json=body)
+        assert response.status_code == 200, response.text
+        return dict(response.json())
+
     # ---- looking ------------------------------------------------------------------------------------
 
     async def moves(self, request_id: str) -> list[dict[str, Any]]:

@@ -113,6 +113,8 @@ class Mesh:
         await self._end(quick=exc is not None)
         if exc is None:
             bad = {n: e.reason for n, e in self._exits.items() if e.code != 0 and n not in self._killed}
+            if bad:
+                self._print_lines()
             assert not bad, f"processes did not end cleanly: {bad}"
 
     async def start(self, name: str) -> None:

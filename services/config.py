@@ -104,6 +104,7 @@ class RouterConfig(CommonConfig):
     connect_timeout: float = Field(2.0, gt=0, description="Seconds to reach a worker")
     queue_timeout: float = Field(60.0, gt=0, description="Seconds that a request may wait")
     sse_comment_after: float = Field(15.0, gt=0, description="Seconds before a waiting stream gets SSE comments")
+    client_stall_timeout: float = Field(60.0, gt=0, description="Seconds without reading after which a client is gone")
     peer_wait: float = Field(1.0, ge=0, description="Seconds to wait for a worker that the table lacks")
     drain_timeout: float = Field(30.0, ge=0, description="Seconds that open requests get when stopping")
     max_tokens_default: int = Field(0, ge=0, description="Limit of /v1/completions when a client names none; 0 is 16")

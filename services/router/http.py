@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import re
@@ -33,6 +34,8 @@ T = TypeVar("T")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _DISCARD_AT_MOST = 64 * 1024 * 1024
 """Bytes of an oversized body that are read and dropped, so that the client gets to read the answer."""
+_LAST_WORD_SECONDS = 1.0
+"""That a client of a router which ends has to take its error."""
 DONE = b"data: [DONE]\n\n"
 
 
@@ -160,10 +163,14 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T], tasks
 
 
 class EventStream:
-    """Server-sent events on one response. Headers leave with the first event or comment."""
+    """Server-sent events on one response. Headers leave with the first event or comment.
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    Whatever sends raises CancelledSessionError when the client takes nothing for `stall` seconds.
+    """
+
+    def __init__(self, send: Send, stall: float) -> None:
+        self._transmit = send
+        self.stall = stall
         self._lock = asyncio.Lock()
         self.started = False
         self.waker: asyncio.Task[None] | None = None
@@ -185,6 +192,13 @@ class EventStream:
     async def end(self) -> None:
         """Ends the response."""
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, message: Message) -> None:
+        try:
+            async with asyncio.timeout(self.stall):
+                await self._transmit(message)
+        except TimeoutError:
+            raise CancelledSessionError(f"the client took nothing for {self.stall:g} s") from None
 
     async def _start(self) -> None:
         async with self._lock:
@@ -208,6 +222,7 @@ class EventResponse(Response):
 
     A failure before the first event is a real status; after it, an error event and [DONE]. While nothing has
     been sent for `comment_after` seconds, comments keep the connection awake (and fix the status at 200).
+    A client that takes nothing for `stall` seconds counts as gone.
     """
 
     def __init__(
@@ -216,14 +231,16 @@ class EventResponse(Response):
         tasks: TaskOwner,
         comment_after: float,
         on_end: OnEnd,
+        *,
+        stall: float,
     ) -> None:
         super().__init__()
         self._produce, self._tasks = produce, tasks
-        self._comment_after, self._on_end = comment_after, on_end
+        self._comment_after, self._on_end, self._stall = comment_after, on_end, stall
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the response."""
-        stream = EventStream(send)
+        stream = EventStream(send, self._stall)
         failure: BaseException | None = None
         try:
             await until_disconnect(receive, self._run(stream), self._tasks)
@@ -232,13 +249,15 @@ class EventResponse(Response):
         except asyncio.CancelledError as exc:  # this router ends: its drain took too long
             failure = exc
             if stream.started:
+                stream.stall = _LAST_WORD_SECONDS
                 await self._fail(UnavailableError("this router is shutting down"), stream, scope, receive, send)
             raise
         except Exception as exc:  # noqa: BLE001  # the border of the process: all errors become answers
             failure = as_pdmesh_error(exc)
             await self._fail(failure, stream, scope, receive, send)
         else:
-            await stream.end()
+            with contextlib.suppress(CancelledSessionError):
+                await stream.end()
         finally:
             self._on_end(failure, stream.started)
 
@@ -252,11 +271,13 @@ class EventResponse(Response):
     async def _keep_awake(self, stream: EventStream) -> None:
         while True:
             await asyncio.sleep(self._comment_after)
-            await stream.send(b": wait\n\n")
+            with contextlib.suppress(CancelledSessionError):
+                await stream.send(b": wait\n\n")
 
     async def _fail(self, exc: PdmeshError, stream: EventStream, scope: Scope, receive: Receive, send: Send) -> None:
         if not stream.started:
             await error_response(exc)(scope, receive, send)
             return
-        await stream.write(b"data: " + orjson.dumps(error_body(exc)) + b"\n\n" + DONE)
-        await stream.end()
+        with contextlib.suppress(CancelledSessionError):
+            await stream.write(b"data: " + orjson.dumps(error_body(exc)) + b"\n\n" + DONE)
+            await stream.end()

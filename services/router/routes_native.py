@@ -70,7 +70,9 @@ def native_routes(front: Front) -> APIRouter:
         def on_end(failure: BaseException | None, started: bool) -> None:  # noqa: FBT001
             front.count_end(submission.path, failure, started=started)
 
-        return EventResponse(produce, front.tasks, front.config.sse_comment_after, on_end)
+        return EventResponse(
+            produce, front.tasks, front.config.sse_comment_after, on_end, stall=front.config.client_stall_timeout
+        )
 
     @router.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
     async def tokenize(request: Request) -> Response:

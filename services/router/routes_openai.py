@@ -144,7 +144,9 @@ async def _answer(front: Front, request: Request, submission: Submission, reply:
     def on_end(failure: BaseException | None, started: bool) -> None:  # noqa: FBT001
         front.count_end(submission.path, failure, started=started)
 
-    return EventResponse(produce, front.tasks, front.config.sse_comment_after, on_end)
+    return EventResponse(
+        produce, front.tasks, front.config.sse_comment_after, on_end, stall=front.config.client_stall_timeout
+    )
 
 
 async def _whole(front: Front, submission: Submission, reply: Reply) -> dict[str, object]:

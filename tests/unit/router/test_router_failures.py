@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -262,6 +263,27 @@ async def test_a_client_that_goes_away_cancels_the_call(streaming: bool, tokens_
         assert 'pdmesh_router_requests_total{end="cancelled",path="/v1/completions"} 1.0' in text
         rows = (await router.http.get("/workers")).json()["workers"]
         assert [r["in_flight"] for r in rows] == [0, 0]
+
+
+async def test_a_client_that_never_reads_gives_its_place_back() -> None:
+    fake = FakeDecode(lambda request: (tokens(4000 * i, [70] * 4000) for i in itertools.count()))
+    async with running_router(tiny_model(), fake, client_stall_timeout=0.5) as router:
+        _, writer = await _open(router, {**COMPLETION, "stream": True, "return_token_ids": True})
+        await asyncio.wait_for(fake.arrived.wait(), 10)
+        await asyncio.wait_for(fake.cancelled.wait(), 20)
+        text = (await router.http.get("/metrics")).text
+        assert "pdmesh_router_in_flight 0.0" in text
+        assert 'pdmesh_router_requests_total{end="cancelled",path="/v1/completions"} 1.0' in text
+        writer.close()
+
+
+async def test_a_router_ends_though_a_client_never_reads() -> None:
+    fake = FakeDecode(lambda request: (tokens(4000 * i, [70] * 4000) for i in itertools.count()))
+    async with running_router(tiny_model(), fake, drain_timeout=0.5) as router:
+        _, writer = await _open(router, {**COMPLETION, "stream": True, "return_token_ids": True})
+        await asyncio.wait_for(fake.arrived.wait(), 10)
+    await asyncio.wait_for(fake.cancelled.wait(), 10)
+    writer.close()
 
 
 async def test_queues_are_bounded_and_a_queued_client_may_leave() -> None:

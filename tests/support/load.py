@@ -202,6 +202,10 @@ class Load:
         await self._client.aclose()
         assert ended, f"requests did not end: {[str(a) for a in self.answers if not a.over]}"
 
+    def stop(self) -> None:
+        """Begins no new requests."""
+        self._stopping = True
+
     async def until(self, reached: Callable[[], bool], what: str, within: float = LIMIT) -> None:
         """Waits, event by event, until `reached()`. Raises AssertionError after `within` seconds."""
         try:

@@ -42,7 +42,7 @@ STOP_TIMEOUT = 30.0
 class Serving:
     """One `pdmesh serve`."""
 
-    def __init__(self, model: str | Path, *arguments: str) -> None:
+    def __init__(self, model: str | Path, *arguments: str, temporary: str = "") -> None:
         self.ready: dict[str, Any] = {}
         self.line = ""
         """The line on stdout that says where it is."""
@@ -53,21 +53,22 @@ class Serving:
         self._arguments = ("--model", str(model), "--threads", "1", "--drain-timeout", "10", *arguments)
         self._process: asyncio.subprocess.Process | None = None
         self._tasks = TaskOwner("serving")
-        self._temporary = ""
+        self.temporary, self._owns_temporary = temporary, not temporary
+        """Its folder for temporary files."""
         self._ended = False
         self._seen: set[int] = set()
 
     # ---- life ---------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Serving:
-        self._temporary = tempfile.mkdtemp(prefix="pdm-")
+        self.temporary = self.temporary or tempfile.mkdtemp(prefix="pdm-")
         read_fd, write_fd = os.pipe()
         command = (*PDMESH, "serve", "--port", "0", "--bootstrap-port", "0", "--ready-fd", str(write_fd))
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *command, *self._arguments, pass_fds=(write_fd,), start_new_session=True,
                 stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-                env=child_environment() | {"TMPDIR": self._temporary},
+                env=child_environment() | {"TMPDIR": self.temporary},
             )  # fmt: skip
         finally:
             os.close(write_fd)
@@ -98,7 +99,7 @@ class Serving:
             if not self._ended:
                 self.signal(signal.SIGTERM)
                 assert await self.ended() == 0, "\n".join(list(self.lines)[-40:])
-                assert self.sockets() == [] and not list(Path(self._temporary).glob("pdmesh-*"))
+                assert self.sockets() == [] and self.folders() == []
             await until_gone(self._seen)
         finally:
             await self._end_at_once()
@@ -117,7 +118,8 @@ class Serving:
         with contextlib.suppress(AssertionError):
             await until_gone(self._seen)
         await self._tasks.close()
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        if self._owns_temporary:
+            shutil.rmtree(self.temporary, ignore_errors=True)
 
     async def _read(self, stream: asyncio.StreamReader | None) -> None:
         assert stream is not None
@@ -172,7 +174,11 @@ class Serving:
 
     def sockets(self) -> list[str]:
         """Link sockets in the file system, those under construction included."""
-        return sorted(p.name for p in Path(self._temporary).rglob("*.sock"))
+        return sorted(p.name for p in Path(self.temporary).rglob("*.sock"))
+
+    def folders(self) -> list[str]:
+        """Its folders of sockets, and those that others left."""
+        return sorted(p.name for p in Path(self.temporary).glob("pdmesh-*"))
 
     async def generate(self, prompt: Iterable[int], max_tokens: int = 4) -> httpx.Response:
         """One request to /generate, whose answer names the workers."""

@@ -210,6 +210,43 @@ def from_error_info(info: ErrorInfo) -> PdmeshError:
 
 _Behaviour = Callable[[Any, Any], Any]
 _Handler = Callable[[Any, Any], Awaitable[Any]]
+_Read = Callable[[bytes], Any] | None
+
+
+def _stream_reader(deserialize: _Read) -> _Read:
+    """Reads messages of a stream: what is no message is the caller's fault, raised where the handler reads."""
+    if deserialize is None:
+        return None
+
+    def read(raw: bytes) -> Any:
+        try:
+            return deserialize(raw)
+        except DecodeError as exc:
+            raise InvalidRequestError(f"not a message: {exc}") from None
+
+    return read
+
+
+def _reader(deserialize: _Read) -> _Read:
+    """The same for a call with one request. gRPC reads it outside the handler, where an error would end the call
+    as a bug of ours, so the error is handed in instead and raised by _readable."""
+    read = _stream_reader(deserialize)
+    if read is None:
+        return None
+
+    def read_or_error(raw: bytes) -> Any:
+        try:
+            return read(raw)
+        except InvalidRequestError as exc:
+            return exc
+
+    return read_or_error
+
+
+def _readable(request: Any) -> Any:
+    if isinstance(request, InvalidRequestError):
+        raise request
+    return request
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
@@ -232,19 +269,20 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         if handler is None:
             return None  # an unknown method
         method = handler_call_details.method
-        codec = (handler.request_deserializer, handler.response_serializer)
+        one = (_reader(handler.request_deserializer), handler.response_serializer)
+        many = (_stream_reader(handler.request_deserializer), handler.response_serializer)
         if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(self._unary(handler.unary_unary, method), *codec)
+            return grpc.unary_unary_rpc_method_handler(self._unary(handler.unary_unary, method), *one)
         if handler.stream_unary:
-            return grpc.stream_unary_rpc_method_handler(self._unary(handler.stream_unary, method), *codec)
+            return grpc.stream_unary_rpc_method_handler(self._unary(handler.stream_unary, method), *many)
         if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(self._stream(handler.unary_stream, method), *codec)
-        return grpc.stream_stream_rpc_method_handler(self._stream(handler.stream_stream, method), *codec)
+            return grpc.unary_stream_rpc_method_handler(self._stream(handler.unary_stream, method), *one)
+        return grpc.stream_stream_rpc_method_handler(self._stream(handler.stream_stream, method), *many)
 
     def _unary(self, behaviour: _Behaviour, method: str) -> _Handler:
         async def call(request: Any, context: Any) -> Any:
             try:
-                return await behaviour(request, context)
+                return await behaviour(_readable(request), context)
             except Exception as exc:  # noqa: BLE001  # the border of the process: all errors become statuses
                 await self._fail(context, method, exc)
 
@@ -256,9 +294,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         async def call(request: Any, context: Any) -> None:
             try:
                 if not generates:
-                    await behaviour(request, context)
+                    await behaviour(_readable(request), context)
                     return
-                async with aclosing(behaviour(request, context)) as responses:
+                async with aclosing(behaviour(_readable(request), context)) as responses:
                     async for response in responses:
                         await context.write(response)
             except Exception as exc:  # noqa: BLE001  # the border of the process: all errors become statuses

@@ -104,12 +104,9 @@ async def serving(tmp_path: Any, check: Call, watch: Call) -> AsyncIterator[heal
         await server.stop(0)
 
 
-async def call(channel: Any, kind: str) -> None:
-    codec = {
-        "request_serializer": health_pb2.HealthCheckRequest.SerializeToString,
-        "response_deserializer": health_pb2.HealthCheckResponse.FromString,
-    }
-    request = health_pb2.HealthCheckRequest(service="x")
+async def call(channel: Any, kind: str, raw: bytes | None = None) -> None:
+    codec = {"response_deserializer": health_pb2.HealthCheckResponse.FromString}
+    request = health_pb2.HealthCheckRequest(service="x").SerializeToString() if raw is None else raw
     if kind == "UnaryUnary":
         await channel.unary_unary("/t.T/UnaryUnary", **codec)(request, timeout=5)
     elif kind == "StreamUnary":
@@ -138,6 +135,30 @@ async def test_interceptor_maps_all_kinds_of_handler(tmp_path: Any, kind: str) -
             await call(channel, kind)
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         same(FencedError("another life", peer_incarnation=77, leg=Leg.DECODE), from_rpc_error(caught.value, Leg.ROUTER))
+
+
+@pytest.mark.parametrize("kind", ["UnaryUnary", "StreamUnary", "UnaryStream", "StreamStream"])
+async def test_bytes_that_are_no_message_are_the_callers_fault(
+    tmp_path: Any, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def check(request: Any, context: Any) -> Any:
+        if not isinstance(request, health_pb2.HealthCheckRequest):
+            request = [message async for message in request]
+        return health_pb2.HealthCheckResponse()
+
+    async def watch(request: Any, context: Any) -> AsyncIterator[Any]:
+        if not isinstance(request, health_pb2.HealthCheckRequest):
+            request = [message async for message in request]
+        yield health_pb2.HealthCheckResponse()
+
+    async with serving(tmp_path, check, watch) as channel:
+        await call(channel, kind)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(channel, kind, raw=b"\xff\xff no message")
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    back = from_rpc_error(caught.value, Leg.ROUTER)
+    assert (type(back), back.leg) == (InvalidRequestError, Leg.DECODE)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("kind", ["UnaryUnary", "StreamStream"])

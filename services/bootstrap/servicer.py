@@ -12,7 +12,7 @@ import math
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from engine_core.types.errors import UnavailableError
+from engine_core.types.errors import InvalidRequestError, UnavailableError
 from pdmesh.bootstrap.v1 import bootstrap_service_pb2 as pb
 from pdmesh.bootstrap.v1 import bootstrap_service_pb2_grpc
 from services.bootstrap.rank_table import RankTable
@@ -115,6 +115,8 @@ class BootstrapServicer(bootstrap_service_pb2_grpc.BootstrapServiceServicer):
     async def RegisterRank(self, request: pb.RegisterRankRequest, context: Any) -> pb.RegisterRankResponse:
         """Puts a row under a lease."""
         row = row_from_proto(request.row)
+        if math.isnan(request.ttl_seconds):  # would never lapse
+            raise InvalidRequestError("ttl_seconds is no number", field="ttl_seconds")
         grant = self._table.register_rank(row, request.ttl_seconds, self._clock())
         self._changed()
         log.info("%s %s rank %s registered at %s", row.instance.role, row.instance.name, row.coord, row.endpoint)

@@ -117,6 +117,8 @@ async def test_errors_carry_details(stub: Any) -> None:
     broken.instance.role = 0
     wrong = await failure(stub.RegisterRank(pb.RegisterRankRequest(row=broken), timeout=5))
     assert (type(wrong), wrong.field) == (InvalidRequestError, "row.instance.role")
+    endless = await failure(register(stub, rank_row("endless"), ttl=float("nan")))
+    assert (type(endless), endless.field) == (InvalidRequestError, "ttl_seconds")
     nowhere = await failure(stub.RouteRoom(pb.RouteRoomRequest(room=5), timeout=5))
     assert (type(nowhere), nowhere.retryable) == (UnavailableError, True)
     assert grant.lease_id > 0

@@ -80,7 +80,7 @@ class TcpTransport:
         host, _, port = dial.descriptor.address.rpartition(":")
         try:
             sock = socket.create_connection((host.strip("[]"), int(port)), timeout=greeting.seconds_left)
-        except (OSError, ValueError) as exc:
+        except (OSError, ValueError, OverflowError) as exc:
             raise ConnectFailed(f"tcp: {dial.descriptor.address} not reachable ({exc})") from exc
         try:
             sock.setblocking(False)

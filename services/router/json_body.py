@@ -36,7 +36,7 @@ class _NotJson:
 def _find_culprit(body: bytes) -> tuple[str, str]:
     """Reads again, leniently, to say which field is at fault; ("", "") when it is the syntax."""
     try:
-        data = json.loads(body.decode("utf-8", "surrogateescape"), parse_constant=_NotJson)
+        data = json.loads(body.decode("utf-8", "surrogateescape"), parse_constant=_NotJson, parse_int=float)
     except (ValueError, RecursionError):
         try:
             body.decode("utf-8")

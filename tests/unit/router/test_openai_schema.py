@@ -136,6 +136,7 @@ def test_unknown_fields_are_ignored() -> None:
         (b'{"prompt": "a", "temperature": NaN}', "temperature", "NaN"),
         (b'{"prompt": "a", "top_p": -Infinity}', "top_p", "-Infinity"),
         (b'{"prompt": "a", "max_tokens": 1e999}', "max_tokens", "beyond"),
+        (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "max_tokens", "beyond"),
         (b'{"prompt": ["a", "\\udc00"]}', "prompt[1]", "surrogate"),
         (b'{"prompt": \xff', "", "UTF-8"),
         (b"{", "", "not JSON"),

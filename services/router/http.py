@@ -25,6 +25,7 @@ from engine_core.types.errors import (
     QueueFullError,
     UnavailableError,
 )
+from services.router.json_body import short
 from services.runtime.errors import http_status
 from services.runtime.tasks import TaskOwner
 
@@ -45,6 +46,12 @@ class BodyTooLargeError(InvalidRequestError):
     reason = "BODY_TOO_LARGE"
 
 
+class NotJsonError(InvalidRequestError):
+    """The body is declared to be something else than JSON: a browser's form, for example."""
+
+    reason = "UNSUPPORTED_MEDIA_TYPE"
+
+
 def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A JSON response; orjson writes it."""
     return Response(orjson.dumps(data), status, dict(headers or {}), media_type="application/json")
@@ -52,7 +59,9 @@ def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | Non
 
 def error_status(exc: PdmeshError) -> int:
     """HTTP status of an error."""
-    return 413 if isinstance(exc, BodyTooLargeError) else http_status(exc)
+    if isinstance(exc, BodyTooLargeError):
+        return 413
+    return 415 if isinstance(exc, NotJsonError) else http_status(exc)
 
 
 def error_body(exc: PdmeshError) -> dict[str, Any]:
@@ -86,7 +95,8 @@ def as_pdmesh_error(exc: BaseException) -> PdmeshError:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Reads the body. Raises BodyTooLargeError beyond `limit` bytes, CancelledSessionError on disconnect."""
+    """Reads the body. Raises NotJsonError when it is declared as anything but JSON (a missing declaration passes),
+    BodyTooLargeError beyond `limit` bytes, CancelledSessionError on disconnect."""
     chunks: list[bytes] = []
     size = 0
     while True:
@@ -101,7 +111,11 @@ async def read_body(request: Request, limit: int) -> bytes:
         if size > limit and (not more or size > _DISCARD_AT_MOST):
             raise BodyTooLargeError(f"the body is above {limit} bytes")
         if not more:
-            return b"".join(chunks)
+            break
+    declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if declared and declared != "application/json" and not declared.endswith("+json"):
+        raise NotJsonError(f"content-type: {short(declared)} is not application/json", field="content-type")
+    return b"".join(chunks)
 
 
 def request_id_of(scope: Scope) -> str:

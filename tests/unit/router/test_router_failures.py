@@ -93,6 +93,17 @@ async def test_bad_chats_and_bodies() -> None:
         assert (await post("/v1/completions", content=b"nonsense")).status_code == 400
         response = await post("/v1/completions", content=b'{"prompt": "' + b"a" * 10_000_000 + b'"}')
         assert (response.status_code, error_of(response)["code"]) == (413, "body_too_large")
+        for kind, status in (
+            ("text/plain", 415),
+            ("application/x-www-form-urlencoded", 415),
+            ("APPLICATION/JSON;charset=utf-8", 200),
+        ):
+            response = await post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": kind})
+            assert response.status_code == status
+            if status == 415:
+                error = error_of(response)
+                assert (error["param"], error["code"]) == ("content-type", "unsupported_media_type")
+        fake.requests.clear()
         assert error_of(await post("/nowhere"))["code"] == "not_found"
         assert error_of(await router.http.get("/v1/completions"))["code"] == "method_not_allowed"
         assert (await router.http.get("/v1/models/other")).status_code == 404

@@ -189,7 +189,8 @@ class PrefillDisaggScheduler:
         if not 0 <= ticket.first_token < total or ticket.first_token % bs or ticket.num_tokens != total:
             return f"the ticket covers tokens [{ticket.first_token}, {ticket.num_tokens}) of {total}"
         want = -(-total // bs) - ticket.first_token // bs
-        if len(ticket.shards) != 1 or len(ticket.shards[0].groups) != len(self._c.layout.groups):
+        groups = [group.spec.group_id for group in self._c.layout.groups]
+        if len(ticket.shards) != 1 or [g.group_id for g in ticket.shards[0].groups] != groups:
             return "the ticket's shards do not match this worker's ranks and cache groups"
         if any(len(g.block_ids) != want or any(b < 1 for b in g.block_ids) for g in ticket.shards[0].groups):
             return f"the ticket needs {want} blocks per cache group"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from engine_core.scheduler.messages import (
     Delivered,
     EndSession,
@@ -21,7 +23,7 @@ from engine_core.transfer.base import (
     SourceQuiet,
 )
 from engine_core.types.ids import SessionId
-from engine_core.types.kv import ShardCount
+from engine_core.types.kv import GroupBlocks, ShardCount, ShardTicket
 from engine_core.types.request import Role
 from tests.support.builders import spec, ticket
 from tests.support.cores import DrivenCore, next_token, of
@@ -176,12 +178,14 @@ def test_a_ticket_after_an_abort_pushes_nothing() -> None:
 
 
 def test_tickets_are_checked() -> None:
+    good = ticket((7, 8), num_tokens=3)
     for bad in (
         ticket((7,), num_tokens=3),
         ticket((7, 0), num_tokens=3),
         ticket((7, 8), num_tokens=4),
         ticket((8,), num_tokens=3, first_token=1),
         ticket((7, 8), num_tokens=3, link_id=2),
+        msgspec.structs.replace(good, shards=(ShardTicket((0, 0, 0), (GroupBlocks(1, (7, 8)),)),)),
     ):
         core = prefill()
         opened(core)

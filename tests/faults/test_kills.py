@@ -98,6 +98,16 @@ class Watch:
         assert shared_memory() <= self.shared
 
 
+async def hold_requests(mesh: Serving, watch: Watch, name: str) -> None:
+    """Stops a prefill engine and waits until requests are with it that can't have token 1."""
+    os.kill(watch.pids[f"{name}/engine"], signal.SIGSTOP)
+
+    async def holds() -> bool:
+        return bool((await mesh.ranks())[name]["streams"] >= 2)
+
+    await until(holds, f"{name} has requests", 30.0)
+
+
 async def kill_under_load(bench: Bench, victim: str, *, both: bool) -> tuple[Load, float, Watch]:
     """Kills `victim` while streams run, waits for its report and for requests that began later to succeed."""
     mesh = bench.mesh
@@ -105,9 +115,11 @@ async def kill_under_load(bench: Bench, victim: str, *, both: bool) -> tuple[Loa
     load = Load(mesh.url, ASKS, width=6, name=victim)
     async with load:
         await load.until(lambda: load.streaming(2) >= 4, "streams run")
+        name = victim.removesuffix("/engine")
+        if victim == "prefill-0":
+            await hold_requests(mesh, watch, name)
         os.kill(watch.pids[victim], signal.SIGKILL)
         killed = time.monotonic()
-        name = victim.removesuffix("/engine")
         await until(lambda: mesh.said(name, "died: ", watch.line), "reported", 15.0)
         if both:
             await until_gone([watch.pids[name], watch.pids[f"{name}/engine"]])

@@ -73,9 +73,12 @@ class Stage:
         self.hold.touch()
         for ask in asks(50, OUTPUT, seed=2):
             tokens = asyncio.Event()
-            task = asyncio.create_task(  # noqa: RUF006
-                send(client, self.mesh.url, ask, on_event=lambda a, seen=tokens: seen.set() if a.token_ids else None)
-            )
+
+            def seen(answer: Answer, tokens: asyncio.Event = tokens) -> None:
+                if answer.token_ids:
+                    tokens.set()
+
+            task = asyncio.create_task(send(client, self.mesh.url, ask, on_event=seen))
             await until(lambda done=task: self.held.exists() or done.done(), "held, or served by prefill-1", 30.0)
             if self.held.exists():
                 async with asyncio.timeout(10.0):
@@ -138,12 +141,29 @@ async def test_a_prefill_worker_is_stopped_mid_push_and_wakes_up(tmp_path: Path,
         assert not failed, "\n".join(map(str, failed))
 
         async def both_serve() -> bool:
-            answer = await generate(client, mesh, OTHERS[0])
-            return bool(answer["prefill_instance"] == "prefill-0")
+            return bool((await generate(client, mesh, OTHERS[0]))["prefill_instance"] == "prefill-0")
 
         await until(both_serve, "prefill-0 serves again", 20.0)
         assert (await mesh.rank("prefill-0"))["incarnation"] == rank["incarnation"]
         assert await run_all(mesh.url, OTHERS) == calm
+
+
+@pytest.mark.slow
+async def test_prompts_that_a_stopped_engine_never_starts_are_computed_elsewhere() -> None:
+    """Its service process still answers and renews the lease; the request waits queue_timeout, once."""
+    options = {"queue_timeout": 2.0, "kv_tokens": 4096}
+    async with Mesh(tiny_model(), prefill=2, decode=1, options=options) as mesh:
+        async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
+            calm = [(await generate(client, mesh, ask))["output_ids"] for ask in OTHERS]
+            engine = (await mesh.rank("prefill-0"))["engine_pid"]
+            os.kill(engine, signal.SIGSTOP)
+            try:
+                answers = await asyncio.gather(*(generate(client, mesh, ask) for ask in OTHERS))
+            finally:
+                os.kill(engine, signal.SIGCONT)
+        assert [a["output_ids"] for a in answers] == calm
+        assert {a["prefill_instance"] for a in answers} == {"prefill-1"}
+        assert {a["attempts"] for a in answers} == {1, 2}
 
 
 async def settled(stage: Stage) -> int:
@@ -151,7 +171,7 @@ async def settled(stage: Stage) -> int:
 
     async def alone() -> bool:
         rank = await stage.mesh.rank("decode-0")
-        return rank["streams"] == 0 and rank["kv"]["used"] == 0 and rank["sessions"] <= 1
+        return bool(rank["streams"] == 0 and rank["kv"]["used"] == 0 and rank["sessions"] <= 1)
 
     await until(alone, "the victim alone", 10.0)
     return await stage.quarantined()

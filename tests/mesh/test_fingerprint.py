@@ -49,7 +49,7 @@ async def force(mesh: Mesh, decode: dict[str, Any], prefill: dict[str, Any]) -> 
 
 async def test_strangers_are_not_paired_and_the_difference_is_named() -> None:
     """Block size apart, then weights apart: two decode workers, neither of which fits the prefill worker."""
-    overrides = {
+    overrides: dict[str, dict[str, Any]] = {
         "prefill-0": {"block_size": 16},
         "decode-0": {"block_size": 32},
         "decode-1": {"block_size": 16, "model": str(tiny_model(seed=1))},

@@ -5,6 +5,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 from collections.abc import AsyncIterator, Sequence
@@ -17,7 +18,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from tests.support.asking import Answer, Asker
+from tests.support.asking import Answer, Asker, random_prompt
 from tests.support.mesh import Mesh
 from tests.support.models import tiny_model
 from tests.support.oracle import Oracle, oracle_for
@@ -27,6 +28,9 @@ torch.set_num_threads(1)
 
 BLOCK_BYTES = 3 * 2 * 16 * 2 * 16 * 4
 """Of a tiny float32 model: layers, K and V, tokens, heads, head size, bytes."""
+
+
+EOS = 2
 
 
 @dataclass
@@ -68,6 +72,19 @@ def assert_right(served: Served, answers: Sequence[Answer], path: str = "pd", *,
         assert answer.path == path and answer.attempts <= attempts, answer
         reason = served.oracle.finish(claim)
         assert reason is not None and answer.finish_reason == reason.value, answer
+
+
+@functools.cache
+def prompt_that_ends_at_once(oracle: Oracle) -> tuple[int, ...]:
+    """A prompt of 120 tokens whose greedy first token is EOS; with tiny_model("llama") seed 12411 gives one."""
+    for first in range(12_400, 20_000, 20):
+        prompts = [random_prompt(120, seed) for seed in range(first, first + 20)]
+        with torch.inference_mode():
+            best = oracle._model(torch.tensor(prompts), logits_to_keep=1).logits[:, -1].argmax(-1)
+        found = (best == EOS).nonzero()
+        if len(found):
+            return prompts[int(found[0])]
+    raise AssertionError("no prompt ends at once")
 
 
 @asynccontextmanager

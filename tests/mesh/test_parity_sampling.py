@@ -7,22 +7,18 @@ near as rounding (the oracle's tolerance: 2e-3 logits in float32).
 from __future__ import annotations
 
 import asyncio
-import functools
 import signal
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-import torch
 
-from tests.mesh.conftest import BLOCK_BYTES, CHUNK, Served, assert_right, serve
+from tests.mesh.conftest import BLOCK_BYTES, CHUNK, EOS, Served, assert_right, prompt_that_ends_at_once, serve
 from tests.support.asking import Answer, random_prompt
 from tests.support.models import tiny_model
-from tests.support.oracle import Oracle
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-EOS = 2
 BFLOAT16_TOLERANCE = 3.0
 WARM = {"temperature": 0.9, "top_p": 0.95, "top_k": 60, "ignore_eos": True, "max_tokens": 24}
 
@@ -70,19 +66,6 @@ async def test_one_token_needs_no_transfer(llama: Served) -> None:
     assert [len(answer.ids) for answer in answers] == [1, 1]
     assert [answer.finish_reason for answer in answers] == ["length", "length"]
     assert (await llama.pushed()).bytes == before.bytes
-
-
-@functools.cache
-def prompt_that_ends_at_once(oracle: Oracle) -> tuple[int, ...]:
-    """A prompt whose greedy first token is EOS."""
-    for first in range(0, 6000, 500):
-        prompts = [random_prompt(18, 10_000 + seed) for seed in range(first, first + 500)]
-        with torch.inference_mode():
-            best = oracle._model(torch.tensor(prompts)).logits[:, -1].argmax(-1)
-        found = (best == EOS).nonzero()
-        if len(found):
-            return prompts[int(found[0])]
-    raise AssertionError("no prompt ends at once")
 
 
 @pytest.mark.parametrize("stream", [False, True])

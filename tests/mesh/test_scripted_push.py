@@ -1,0 +1,175 @@
+"""Pushes that are late, lost, cut short or corrupt never give wrong text, and blocks that a writer may still
+write are nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from engine_core.scheduler.decode import QUARANTINE_GRACE
+from tests.mesh.conftest import Scripted, assert_right, prompt_that_ends_at_once
+from tests.support.asking import random_prompt, until, until_async
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+A_PROMPT, A_TOKENS = 176, 64
+A_BLOCKS = 15
+"""What the request that is cancelled holds: less than the quarter of the pool above which its peer is refused."""
+
+OUTCOMES = {
+    "delay": "",
+    "fail": "push_failed",
+    "short": "kv_incomplete",
+    "short_silent": "kv_corrupt",
+    "corrupt": "kv_corrupt",
+    "lose": "transfer_stuck",
+}
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("fault", [f for f in OUTCOMES if f != "lose"])
+async def test_a_bad_push_gives_an_error_or_the_right_text(scripted: Scripted, fault: str, *, stream: bool) -> None:
+    await suffer(scripted, fault, stream=stream)
+
+
+async def test_a_lost_push_gives_an_error_in_time(scripted: Scripted) -> None:
+    await suffer(scripted, "lose", stream=True)
+
+
+async def suffer(scripted: Scripted, fault: str, *, stream: bool) -> None:
+    """One request meets the fault while another decodes; afterwards the same prompt is asked again."""
+    asker, salt, prompt = scripted.asker, scripted.asker.salt(), random_prompt(40, 3)
+    bystander = asker.start(random_prompt(50, 4), max_tokens=700, ignore_eos=True)
+    await bystander.tokens(1)
+
+    scripted.script.on(fault)
+    asking = asker.start(prompt, max_tokens=12, ignore_eos=True, cache_salt=salt, stream=stream)
+    answer = await asking.whole()
+    if OUTCOMES[fault]:
+        assert answer.error is not None and answer.error["code"] == OUTCOMES[fault], answer
+        assert len(answer.ids) <= 1
+        assert answer.status == (200 if answer.ids else 503), answer
+        scripted.oracle.assert_right([answer.claim()])
+    else:
+        assert_right(scripted, [answer])
+
+    scripted.script.release()
+    again = await asker.generate(prompt, max_tokens=12, ignore_eos=True, cache_salt=salt)
+    longer = await asker.generate((*prompt, *again.ids), max_tokens=12, ignore_eos=True, cache_salt=salt)
+    assert_right(scripted, [again, longer, await bystander.whole()])
+
+
+# ---- blocks wait for the proof of quiet -------------------------------------------------------------
+
+
+async def cancel_while_a_writer_is_stuck(scripted: Scripted, prompt: int = A_PROMPT, blocks: int = A_BLOCKS) -> None:
+    """A request is cancelled in the middle of a push that no cancel can stop."""
+    scripted.script.on("stubborn")
+    asking = scripted.asker.start(random_prompt(prompt, 21), max_tokens=A_TOKENS, ignore_eos=True)
+    await until(lambda: scripted.script.held, 20.0, lambda: "no push")
+    await asking.disconnect()
+    scripted.script.off("stubborn")
+    await until_quarantined(scripted, blocks)
+
+
+async def until_quarantined(scripted: Scripted, blocks: int) -> None:
+    """Waits until so many blocks of the decode worker are in quarantine."""
+    kv: dict[str, int] = {}
+
+    async def there() -> bool:
+        kv.update((await scripted.mesh.rank("decode-0"))["kv"])
+        return kv["quarantined"] == blocks
+
+    await until_async(there, 10.0, lambda: f"{blocks} quarantined: {kv}")
+
+
+async def test_a_running_request_does_not_grow_into_blocks_that_may_still_be_written(scripted: Scripted) -> None:
+    """B grows until nothing is free but what A's writer may write: it is preempted, and goes on after the proof.
+
+    Were A's blocks free at its cancel, B would take them, never be preempted, and decode from what A's late push
+    puts there.
+    """
+    asker = scripted.asker
+    growing = asker.start(random_prompt(100, 20), max_tokens=830, ignore_eos=True)
+    await growing.tokens(1)
+    await cancel_while_a_writer_is_stuck(scripted)
+    await asker.until_state(growing.request_id, "decode_request", "PREEMPTED")
+    held = await scripted.mesh.rank("decode-0")
+    assert held["kv"]["quarantined"] == A_BLOCKS and held["kv"]["used"] == 0
+    assert (await scripted.mesh.rank("prefill-0"))["kv"]["pinned"] == A_PROMPT // 16
+    assert not growing.done
+
+    scripted.script.release()
+    answer = await growing.whole()
+    assert_right(scripted, [answer])
+    assert len(answer.ids) == 830
+
+
+async def test_a_new_request_waits_for_blocks_that_may_still_be_written(scripted: Scripted) -> None:
+    """B fits only with A's blocks: it is computed, but gets no ticket before the proof."""
+    await cancel_while_a_writer_is_stuck(scripted)
+    waiting = scripted.asker.start(random_prompt(860, 22), max_tokens=40, ignore_eos=True)
+    await scripted.asker.until_state(waiting.request_id, "prefill_request", "COMPUTED")
+    await scripted.asker.until_state(waiting.request_id, "decode_request", "AWAITING_START")
+    await until_quarantined(scripted, A_BLOCKS)
+    assert not waiting.answer.ids
+
+    scripted.script.release()
+    assert_right(scripted, [await waiting.whole()])
+
+
+async def test_a_peer_that_quarantines_too_much_is_refused_until_it_is_quiet(scripted: Scripted) -> None:
+    """More than a quarter of the pool, for longer than a living writer needs to answer."""
+    await cancel_while_a_writer_is_stuck(scripted, 256, 20)
+    await asyncio.sleep(QUARANTINE_GRACE + 0.1)
+    refused = await scripted.asker.start(random_prompt(20, 23), stream=False).whole()
+    assert refused.status == 503 and refused.error is not None and refused.error["code"] == "quarantine", refused
+    assert "31% of the KV cache is quarantined by prefill-0" in refused.error["message"]
+
+    scripted.script.release()
+    await scripted.mesh.quiet()
+    assert_right(scripted, [await scripted.asker.generate(random_prompt(20, 23))])
+
+
+# ---- token 1 is the last ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hold", ["hold", "stubborn"])
+@pytest.mark.parametrize("end", ["eos", "stop-id", "stop-string"])
+async def test_token_1_ends_the_request_while_its_push_is_in_flight(scripted: Scripted, end: str, hold: str) -> None:
+    asker = scripted.asker
+    prompt = prompt_that_ends_at_once(scripted.oracle) if end == "eos" else random_prompt(120, 31)
+    first = await asker.generate(prompt, max_tokens=1)
+    while end == "stop-string" and not first.text.isascii():
+        prompt = prompt[1:]
+        first = await asker.generate(prompt, max_tokens=1)
+    options: dict[str, object] = {}
+    if end == "stop-id":
+        options["stop_token_ids"] = (first.ids[0],)
+    elif end == "stop-string":
+        options["stop"] = [first.text]
+
+    scripted.script.on(hold)
+    answer = await asker.generate(prompt, max_tokens=30, stream=end != "eos", **options)
+    assert (answer.ids, answer.finish_reason, answer.text) == (first.ids, "stop", "")
+    assert scripted.script.held
+    scripted.script.off(hold)
+    if hold == "stubborn":
+        # All blocks that the ticket named, and those for growth.
+        await until_quarantined(scripted, -(-(len(prompt) + 29) // 16))
+    else:
+        await scripted.mesh.quiet(2.0)
+    # The next one takes the whole pool, and with it the blocks of the one that ended.
+    large = asker.start(random_prompt(1000, 32), max_tokens=24, ignore_eos=True)
+    state = "COMPUTED" if hold == "stubborn" else "FINISHED"
+    await asker.until_state(large.request_id, "prefill_request", state)
+    scripted.script.release()
+    assert_right(scripted, [await large.whole()])
+
+
+async def test_max_tokens_1_pushes_nothing(scripted: Scripted) -> None:
+    scripted.script.on("hold")
+    answer = await scripted.asker.generate(random_prompt(60, 33), max_tokens=1)
+    assert answer.finish_reason == "length" and not scripted.script.held
+    assert_right(scripted, [answer])

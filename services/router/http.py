@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{0,64})?")
 _DISCARD_AT_MOST = 64 * 1024 * 1024
 """Bytes of an oversized body that are read and dropped, so that the client gets to read the answer."""
 _LAST_WORD_SECONDS = 1.0
@@ -121,6 +122,12 @@ async def read_body(request: Request, limit: int) -> bytes:
 def request_id_of(scope: Scope) -> str:
     """The id of this request: the client's x-request-id, or a new one."""
     return str(scope["pdmesh.request_id"])
+
+
+def traceparent_of(request: Request) -> str:
+    """The client's trace context; empty without one, or with what is none (gRPC would refuse it as metadata)."""
+    given = request.headers.get("traceparent", "")
+    return given if _TRACEPARENT.fullmatch(given) else ""
 
 
 class RequestIds:

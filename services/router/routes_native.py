@@ -18,6 +18,7 @@ from services.router.http import (
     json_response,
     read_body,
     request_id_of,
+    traceparent_of,
     until_disconnect,
 )
 from services.router.journey import Delta, SampleResult
@@ -50,7 +51,7 @@ def native_routes(front: Front) -> APIRouter:
             prompts=(ids,),
             options=options,
             arrival=arrival,
-            traceparent=request.headers.get("traceparent", "")[:128],
+            traceparent=traceparent_of(request),
         )
         if not options.stream:
             body = await until_disconnect(request.receive, _whole(front, submission), front.tasks)

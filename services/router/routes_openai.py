@@ -10,7 +10,15 @@ from starlette.responses import Response
 
 from engine_core.types.errors import InvalidRequestError, NotFoundError
 from services.router.front import Front, Submission
-from services.router.http import EventResponse, EventStream, json_response, read_body, request_id_of, until_disconnect
+from services.router.http import (
+    EventResponse,
+    EventStream,
+    json_response,
+    read_body,
+    request_id_of,
+    traceparent_of,
+    until_disconnect,
+)
 from services.router.journey import Delta, Sink
 from services.router.openai_schema import ChatRequest, CompletionRequest, parse_request
 from services.router.openai_stream import ChatReply, Reply
@@ -98,7 +106,7 @@ def _submission(
         prompts=tuple(prompts),
         options=options,
         arrival=arrival,
-        traceparent=request.headers.get("traceparent", "")[:128],
+        traceparent=traceparent_of(request),
     )
 
 

@@ -276,6 +276,23 @@ async def test_a_client_that_goes_away_cancels_the_call(streaming: bool, tokens_
         assert [r["in_flight"] for r in rows] == [0, 0]
 
 
+@pytest.mark.parametrize(
+    ("given", "passed"),
+    [
+        (b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", True),
+        (b"00-0AF7651916CD43DD8448EB211C80319C-b7ad6b7169203331-01", False),
+        (b"\xff\xfe", False),
+        (b"x" * 500, False),
+    ],
+)
+async def test_a_trace_context_is_passed_on_if_it_is_one(given: bytes, passed: bool) -> None:
+    fake = FakeDecode(says([70]))
+    async with running_router(tiny_model(), fake) as router:
+        response = await router.http.post("/v1/completions", json=COMPLETION, headers={b"traceparent": given})
+        assert response.status_code == 200
+        assert ("traceparent" in fake.metadata[0]) is passed
+
+
 async def test_a_client_that_never_reads_gives_its_place_back() -> None:
     fake = FakeDecode(lambda request: (tokens(4000 * i, [70] * 4000) for i in itertools.count()))
     async with running_router(tiny_model(), fake, client_stall_timeout=0.5) as router:

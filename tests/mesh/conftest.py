@@ -202,3 +202,11 @@ async def scripted(scripted_mesh: Scripted) -> AsyncIterator[Scripted]:
         await scripted_mesh.mesh.kill_engine(name, signal.SIGCONT)
     await scripted_mesh.mesh.quiet()
     await scripted_mesh.asker.router_idle(2.0)
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
+async def small_mesh() -> AsyncIterator[Mesh]:
+    """One pair over tcp whose pools hold 256 tokens; for what must not get in."""
+    overrides = {"prefill": {"transfer_backend": "tcp"}}
+    async with Mesh(tiny_model("llama"), options={"kv_tokens": 256}, overrides=overrides) as mesh:
+        yield mesh

@@ -26,6 +26,8 @@ def channel_options(connect_timeout: float) -> list[tuple[str, Any]]:
     return [
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+        # What ends a connection whose other process stands still: the timeout above alone does not.
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

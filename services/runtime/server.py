@@ -21,6 +21,7 @@ from services.runtime.errors import ErrorInterceptor
 _OPTIONS = [
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     # Peers ping every 5 s, also without calls; a jittery clock is no reason to hang up on them.

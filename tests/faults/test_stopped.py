@@ -17,9 +17,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.runtime.channels import ChannelPool
 from tests.support.load import Answer, Ask, Load, check_ends, run_all, send
 from tests.support.mesh import Mesh
 from tests.support.models import tiny_model
@@ -146,6 +149,23 @@ async def test_a_prefill_worker_is_stopped_mid_push_and_wakes_up(tmp_path: Path,
         await until(both_serve, "prefill-0 serves again", 20.0)
         assert (await mesh.rank("prefill-0"))["incarnation"] == rank["incarnation"]
         assert await run_all(mesh.url, OTHERS) == calm
+
+
+async def test_a_call_to_a_process_that_stands_still_ends() -> None:
+    """Its kernel still answers for it; only pings tell. Without them a call would wait for its deadline."""
+    async with Mesh(tiny_model(), prefill=0, decode=0, router=False) as mesh:
+        pool = ChannelPool()
+        try:
+            stub = health_pb2_grpc.HealthStub(pool.get(mesh.bootstrap))
+            call = stub.Watch(health_pb2.HealthCheckRequest(), timeout=100.0)
+            assert (await call.read()).status == health_pb2.HealthCheckResponse.SERVING
+            os.kill(mesh.pid("bootstrap"), signal.SIGSTOP)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        finally:
+            os.kill(mesh.pid("bootstrap"), signal.SIGCONT)
+            await pool.close()
 
 
 @pytest.mark.slow

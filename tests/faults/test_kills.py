@@ -199,21 +199,21 @@ async def test_the_router_is_killed(bench: Bench) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["prefill-1", "decode-1"])
-async def test_an_engine_that_stands_still_is_killed_and_replaced(bench: Bench, name: str) -> None:
-    """SIGSTOP, and never SIGCONT: the watchdog ends it; what it held ends as at a kill."""
-    mesh = bench.mesh
+@pytest.mark.parametrize("victim", ["prefill-1/engine", "decode-1/engine", "prefill-0", "decode-0"])
+async def test_a_process_that_stands_still_is_killed_and_replaced(bench: Bench, victim: str) -> None:
+    """SIGSTOP, and never SIGCONT: an engine is ended by its service process, that one by serve. What the
+    dead held ends as at a kill; until then nobody waits for it without end."""
+    mesh, name = bench.mesh, victim.removesuffix("/engine")
     before = (await mesh.ranks())[name]["incarnation"]
     watch = await Watch.begin(mesh)
+    why = "died: no sign of life for 30 s" if victim == name else "died: engine sent no frame for 6 s"
     async with Load(mesh.url, ASKS, width=6, name=f"still-{name}") as load:
         await load.until(lambda: load.streaming(2) >= 4, "streams run")
-        os.kill(watch.pids[f"{name}/engine"], signal.SIGSTOP)
-        stopped = time.monotonic()
-        await until(lambda: mesh.said(name, "died: engine sent no frame for 6 s", watch.line), "reported", 20.0)
+        os.kill(watch.pids[victim], signal.SIGSTOP)
+        await until(lambda: mesh.said(name, why, watch.line), "reported", 60.0)
         died = time.monotonic()
         await load.until(lambda: load.right_since(died) >= 6, "requests go on")
-    assert died - stopped >= 5.0
-    failed = check_ends(load.answers, bench.calm, within=WITHIN, legs=LEGS)
+    failed = check_ends(load.answers, bench.calm, within=25.0, legs=LEGS)
     early = [a for a in failed if a.began > died or (a.ask.stream and not a.token_ids)]
     assert not early, await mesh.timelines(a.request_id for a in early)
     await mesh.until_back(name, before)

@@ -161,12 +161,12 @@ class Serving:
         return found | {f"{r['instance']}/engine": r["engine_pid"] for r in status["ranks"] if r["answers"]}
 
     async def timelines(self, request_ids: Iterable[str]) -> str:
-        """`pdmesh explain` of requests, as far as the processes remember them."""
+        """`pdmesh explain` of requests, as far as the processes remember them; then what serve has warned of."""
         text = []
         for request_id in request_ids:
             found = await explain_command.collect(self.ready["bootstrap"], request_id, 5.0)
             text += [request_id, *(f"    {move}" for move in found["moves"])]
-        return "\n".join(text)
+        return "\n".join([*text, *(line for line in self.lines if " I " not in line)])
 
     def said(self, name: str, text: str, after: int = 0) -> bool:
         """True when a line of stderr is about `name` and has `text`."""

@@ -111,4 +111,4 @@ def test_ring_is_bounded_and_read_by_room() -> None:
     assert len(ring) == 4
     assert [entry.move.reason for entry in ring.find([1, 3])] == ["r2", "r3", "r4"]
     first, last = ring.find([1])
-    assert last.unix_seconds - first.unix_seconds == pytest.approx(2.0, abs=0.5)
+    assert last.unix_seconds - first.unix_seconds == pytest.approx(2.0, abs=1e-3)

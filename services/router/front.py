@@ -241,7 +241,7 @@ class Front:
         wait = min(self.config.queue_timeout, spec.deadline - time.monotonic())
         result = await journey.run(sink, ticket.slot(wait))
         metrics = self.metrics
-        metrics.samples.labels(result.finish_reason).inc()
+        metrics.samples.labels(result.finish_reason, "pd" if result.prefill_instance else "local").inc()
         metrics.output_tokens.inc(len(result.token_ids))
         metrics.cached_tokens.inc(result.cached_tokens)
         metrics.e2e.observe(result.timings["e2e"])

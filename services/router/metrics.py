@@ -39,7 +39,12 @@ class RouterMetrics:
         self.registry = registry = CollectorRegistry()
         name = "pdmesh_router"
         self.requests = Counter(f"{name}_requests", "HTTP requests by path and end", ["path", "end"], registry=registry)
-        self.samples = Counter(f"{name}_samples", "Samples by finish reason", ["finish_reason"], registry=registry)
+        self.samples = Counter(
+            f"{name}_samples",
+            "Samples by finish reason, and by path: pd (prefilled elsewhere) or local",
+            ["finish_reason", "path"],
+            registry=registry,
+        )
         self.prompt_tokens = Counter(f"{name}_prompt_tokens", "Prompt tokens", registry=registry)
         self.cached_tokens = Counter(f"{name}_cached_tokens", "Prompt tokens found in a cache", registry=registry)
         self.output_tokens = Counter(f"{name}_output_tokens", "Output tokens", registry=registry)

@@ -283,7 +283,7 @@ async def test_operators_see_the_mesh() -> None:
         metrics = (await router.http.get("/metrics")).text
         for line in (
             'pdmesh_router_requests_total{end="ok",path="/v1/completions"} 1.0',
-            'pdmesh_router_samples_total{finish_reason="stop"} 1.0',
+            'pdmesh_router_samples_total{finish_reason="stop",path="pd"} 1.0',
             f"pdmesh_router_output_tokens_total {len(router.ids('the user')) + 1}.0",
             "pdmesh_router_time_to_first_token_seconds_count 1.0",
             "pdmesh_router_in_flight 0.0",

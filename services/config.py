@@ -72,7 +72,7 @@ class WorkerConfig(CommonConfig):
     socket_dir: str = Field("", description="Directory of link sockets; one that workers in other containers see too")
     queue_timeout: float = Field(60.0, gt=0, description="Seconds that a request may wait")
     kv_progress_timeout: float = Field(15.0, gt=0, description="Seconds without KV before a transfer is given up")
-    token_stall_timeout: float = Field(30.0, gt=0, description="Seconds without a token before a stream ends")
+    token_stall_timeout: float = Field(30.0, gt=0, description="Seconds without token or step before a stream ends")
     watchdog_timeout: float = Field(30.0, gt=0, description="Seconds without engine progress before it is killed")
     connect_timeout: float = Field(2.0, gt=0, description="Seconds to reach a peer")
     drain_timeout: float = Field(30.0, ge=0, description="Seconds that open requests get when stopping")

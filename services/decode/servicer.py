@@ -104,7 +104,7 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         """Opens the engine session and relays until it has ended, with its leg."""
         handle = self._engine.open(opened)
         leg = None if target is None else PrefillLeg(opened, handle, self._identity, target, self._channels)
-        session = _Relay(handle, opened.spec, leg, self._tasks, self._stall)
+        session = _Relay(handle, opened.spec, leg, self._tasks, self._stall, self._engine)
         reason = "stream closed"
         try:
             await session.relay(context)
@@ -121,17 +121,23 @@ class _Relay:
     """The state of one stream between engine and caller."""
 
     def __init__(
-        self, handle: SessionHandle, spec: GenerateSpec, leg: PrefillLeg | None, tasks: TaskOwner, stall: float
+        self,
+        handle: SessionHandle,
+        spec: GenerateSpec,
+        leg: PrefillLeg | None,
+        tasks: TaskOwner,
+        stall: float,
+        engine: EngineClient,
     ) -> None:
         self._handle, self._spec, self._leg = handle, spec, leg
-        self._tasks, self._stall = tasks, stall
+        self._tasks, self._stall, self._engine = tasks, stall, engine
         self._leg_task: asyncio.Task[None] | None = None
         self._first_index = self._next_index = len(spec.emitted_token_ids)
         self._decoding = False
 
     async def relay(self, context: _Context) -> None:
         """Returns after the output's finish. Raises the engine's error, InternalError on a gap or overlap,
-        DeadlineError when the deadline passes or decoding stalls."""
+        DeadlineError when the deadline passes, or when neither a token comes nor the engine steps."""
         while True:
             item = await self._next()
             match item:
@@ -146,17 +152,21 @@ class _Relay:
                     raise InternalError(f"engine sent {type(item).__name__} out of turn", leg=Leg.DECODE)
 
     async def _next(self) -> Any:
-        left = seconds_left(self._spec.deadline + DEADLINE_GRACE, Leg.DECODE)
-        stalls_first = self._decoding and self._stall < left
-        try:
-            async with asyncio.timeout(self._stall if stalls_first else left):
-                return await self._handle.next()
-        except TimeoutError:
-            if stalls_first:
+        while True:
+            left = seconds_left(self._spec.deadline + DEADLINE_GRACE, Leg.DECODE)
+            stalls_first = self._decoding and self._stall < left
+            before = self._engine.progress
+            try:
+                async with asyncio.timeout(self._stall if stalls_first else left):
+                    return await self._handle.next()
+            except TimeoutError:
+                if not stalls_first:
+                    raise DeadlineError("the deadline passed", leg=Leg.DECODE) from None
+            # An engine that steps for others serves this one later: preempted sessions wait for blocks.
+            if self._engine.progress == before:
                 raise DeadlineError(
                     f"no token for {self._stall:g} s", leg=Leg.DECODE, reason="TOKEN_STALL", retryable=True
-                ) from None
-            raise DeadlineError("the deadline passed", leg=Leg.DECODE) from None
+                )
 
     async def _output(self, output: frames.SessionOutput, context: _Context) -> bool:
         """Writes one message; True when it was the last."""

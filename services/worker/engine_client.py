@@ -82,6 +82,7 @@ class EngineClient:
         self._death: str | None = None
         self._closing = False
         self._frames_seen = 0
+        self._outputs_seen = 0
         self._dropped_frames = 0
         self.dead = asyncio.Event()
         self._stats_waiters: list[asyncio.Future[None]] = []
@@ -192,6 +193,11 @@ class EngineClient:
             reason="ENGINE_DIED",
             peer_incarnation=self._configure.incarnation,
         )
+
+    @property
+    def progress(self) -> int:
+        """A number that grows while the engine steps: with every output, and with every second's figures."""
+        return self._outputs_seen + (self.stats.steps if self.stats is not None else 0)
 
     # ---- what it is -----------------------------------------------------------------------------------
 
@@ -341,6 +347,7 @@ class EngineClient:
         self._frames_seen += 1
         match frame:
             case frames.Outputs():
+                self._outputs_seen += 1
                 for output in frame.outputs:
                     self._give(output.session, output)
             case (

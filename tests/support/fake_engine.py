@@ -275,8 +275,9 @@ class FakeEngine:
         self._send(frames.Outputs(outputs=(output,)))
 
     def _step(self) -> None:
-        self._steps += 1
-        for session in [s for s in self._sessions.values() if s.decoding]:
+        decoding = [s for s in self._sessions.values() if s.decoding]
+        self._steps += bool(decoding)
+        for session in decoding:
             start = len(session.spec.emitted_token_ids)
             if session.next_index == start + 2 and not self._passes(session, "d.decoding"):
                 session.decoding = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,19 @@ async def test_stalled_decoding_is_a_deadline_of_decode(tmp_path: Path) -> None:
     async with pair(tmp_path, decode={"stall": 0.3}) as mesh:
         error = await refused(mesh, mesh.request(1, "hold:d.decoding"))
         assert (error.reason, error.leg) == ("TOKEN_STALL", Leg.DECODE)
+
+
+async def test_a_stream_that_waits_while_others_decode_does_not_stall(tmp_path: Path) -> None:
+    """A preempted session waits for blocks as long as the others need."""
+    async with pair(tmp_path, decode={"stall": 1.0}) as mesh:
+        waiting = asyncio.ensure_future(refused(mesh, mesh.request(1, "hold:d.decoding")))
+        began = time.monotonic()
+        room = 2
+        while time.monotonic() < began + 2.5:
+            await mesh.generate(mesh.request(room))
+            room += 1
+        assert not waiting.done()
+        assert (await waiting).reason == "TOKEN_STALL"
 
 
 async def test_attempts_are_fenced(tmp_path: Path) -> None:

@@ -65,11 +65,25 @@ void scores_four_keys(const float* q, const T* const* k, int hs, float* s) {
   for (int r = 0; r < R; r++) sum4(a[r][0], a[r][1], a[r][2], a[r][3], s + r * TK);
 }
 
+// Calls one head of a row into the cache.
 template <typename T>
-void scores_direct(const float* q, int rows, const T* const* k, int64_t head, int keys, int hs, float* s) {
+void call(const T* row, int hs) {
+  for (int d = 0; d < hs; d += 64 / int(sizeof(T))) __builtin_prefetch(row + d, 0, 2);
+}
+
+// Meanwhile the values of these keys and the next tile's keys are called for: a little at a time, so that
+// memory and arithmetic overlap.
+template <typename T>
+void scores_direct(const float* q, int rows, const T* const* k, const T* const* v, int keys, const T* const* next,
+                   int next_keys, int64_t head, int hs, float* s) {
   for (int j = 0; j < keys; j += 4) {
     const T* four[4];
-    for (int i = 0; i < 4; i++) four[i] = k[std::min(j + i, keys - 1)] + head;
+    for (int i = 0; i < 4; i++) {
+      const int key = std::min(j + i, keys - 1);
+      four[i] = k[key] + head;
+      call(v[key] + head, hs);
+      if (j + i < next_keys) call(next[j + i] + head, hs);
+    }
     int r = 0;
     for (; r + 4 <= rows; r += 4) scores_four_keys<4>(q + r * hs, four, hs, s + r * TK + j);
     switch (rows - r) {
@@ -187,12 +201,6 @@ void find_rows(const Args& a, const int32_t* table, const T* pool, int key, int 
 }
 
 template <typename T>
-void call_rows(const T* const* rows, int count, int64_t first, int64_t elements) {
-  for (int j = 0; j < count; j++)
-    for (int64_t e = 0; e < elements; e += 64 / int64_t(sizeof(T))) __builtin_prefetch(rows[j] + first + e, 0, 2);
-}
-
-template <typename T>
 void run_task(const Args& a, const Task& t, const T* q, const T* pool, T* out, float* partials, Scratch& scratch) {
   const int group = a.heads / a.kv_heads, hs = a.head_size, per_head = t.queries * group;
   const int rows = per_head * t.kv_heads;
@@ -217,7 +225,7 @@ void run_task(const Args& a, const Task& t, const T* q, const T* pool, T* out, f
     l[r] = 0;
   }
   const int32_t* table = a.tables + t.sequence * a.table_width;
-  const int64_t first_head = int64_t(t.kv_head) * hs, heads_width = int64_t(t.kv_heads) * hs;
+  const int64_t first_head = int64_t(t.kv_head) * hs;
   const bool direct = per_head <= DIRECT_ROWS;
   const T *rows_of[2][2][TK];  // two tiles of K and V rows: the next is called for while this one is computed
   int now = 0, keys = std::min(TK, t.end_key - t.first_key);
@@ -225,16 +233,12 @@ void run_task(const Args& a, const Task& t, const T* q, const T* pool, T* out, f
   for (int key = t.first_key; key < t.end_key; key += TK) {
     const T *const *k = rows_of[now][0], *const *v = rows_of[now][1];
     const int next = std::min(TK, t.end_key - key - TK);
-    if (direct) call_rows(v, keys, first_head, heads_width);
-    if (next > 0) {
-      find_rows(a, table, pool, key + TK, next, rows_of[1 - now][0], rows_of[1 - now][1]);
-      if (direct) call_rows(rows_of[1 - now][0], next, first_head, heads_width);
-    }
+    if (next > 0) find_rows(a, table, pool, key + TK, next, rows_of[1 - now][0], rows_of[1 - now][1]);
     for (int h = 0; h < t.kv_heads; h++) {
       const int64_t head = first_head + int64_t(h) * hs;
       const int r0 = h * per_head;
       if (direct) {
-        scores_direct(qs + r0 * hs, per_head, k, head, keys, hs, s + r0 * TK);
+        scores_direct(qs + r0 * hs, per_head, k, v, keys, rows_of[1 - now][0], next, head, hs, s + r0 * TK);
       } else {
         transpose_keys(k, head, keys, hs, kt);
         scores_transposed(qs + r0 * hs, per_head, kt, hs, s + r0 * TK);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <initializer_list>
 #include <vector>
 
 #include "vec.h"
@@ -21,10 +22,19 @@ struct Likelier {
   bool operator()(int32_t a, int32_t b) const { return x[a] != x[b] ? x[a] > x[b] : a < b; }
 };
 
-// Keeps in `kept` the top_k likeliest and of these the fewest whose share reaches top_p, in any order.
+// Keeps in `kept` the top_k likeliest and of these the fewest whose share reaches top_p, in any order. Nearly
+// always the few tokens above some share of the likeliest (weight 1) hold them all: only these are sorted.
 void truncate(const float* x, const float* weights, int64_t v, const Row& row, std::vector<int32_t>& kept) {
-  for (int64_t i = 0; i < v; i++)
-    if (weights[i] > 0) kept.push_back(int32_t(i));
+  const bool counted = row.top_k > 0 && row.top_k < v;
+  double all = 0;
+  for (int64_t i = 0; i < v; i++) all += weights[i];
+  for (const float floor : {1e-2f, 1e-4f, 1e-6f, 1e-37f}) {
+    double mass = 0;
+    kept.clear();
+    for (int64_t i = 0; i < v; i++)
+      if (weights[i] >= floor) kept.push_back(int32_t(i)), mass += weights[i];
+    if (counted ? int64_t(kept.size()) >= row.top_k : mass >= double(row.top_p) * all) break;
+  }
   const Likelier likelier{x};
   if (row.top_k > 0 && row.top_k < int64_t(kept.size())) {
     std::nth_element(kept.begin(), kept.begin() + row.top_k - 1, kept.end(), likelier);
@@ -32,7 +42,10 @@ void truncate(const float* x, const float* weights, int64_t v, const Row& row, s
   }
   if (row.top_p >= 1.0f) return;
   double total = 0;
-  for (int32_t i : kept) total += weights[i];
+  if (counted)
+    for (int32_t i : kept) total += weights[i];
+  else
+    total = all;
   const double wanted = double(row.top_p) * total;
   double before = 0;
   size_t sorted = 0;
@@ -93,7 +106,6 @@ int64_t draw(const float* x, int64_t v, const Row& row, std::vector<float>& room
     }
     return best;
   }
-  kept.clear();
   truncate(x, w, v, row, kept);
   std::sort(kept.begin(), kept.end());
   double total = 0, sum = 0;

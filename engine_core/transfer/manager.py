@@ -47,6 +47,7 @@ from engine_core.transfer.base import (
     VerifyBlocks,
 )
 from engine_core.transfer.checksum import BlockChecksum
+from engine_core.transfer.copy_plan import check_compatible
 from engine_core.transfer.links import AUTO_ORDER, Dialler, Links, OutboundLink
 from engine_core.transfer.receiver import Caller, InboundLink
 from engine_core.transfer.sender import Sender
@@ -281,6 +282,12 @@ class KVTransferManager:
             return
         if self._links.taken(link_id) or self._closing_at:
             reason = "the link was closed before" if not self._closing_at else "closed here"
+            self._post(LinkClosed(link_id, command.peer_incarnation, reason, quiet_proved=True))
+            return
+        try:
+            check_compatible(self._layout, command.layout)
+        except ValueError as exc:
+            reason = f"KV layouts do not fit: {exc}"
             self._post(LinkClosed(link_id, command.peer_incarnation, reason, quiet_proved=True))
             return
 

@@ -18,8 +18,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine_core.types.errors import (
     CancelledSessionError,
+    DeadlineError,
     InternalError,
     InvalidRequestError,
+    Leg,
     NotFoundError,
     PdmeshError,
     QueueFullError,
@@ -36,6 +38,8 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{0,64})?")
 _DISCARD_AT_MOST = 64 * 1024 * 1024
 """Bytes of an oversized body that are read and dropped, so that the client gets to read the answer."""
+BODY_STALL_SECONDS = 30.0
+"""Without a byte of the body for so long, the request is given up."""
 _LAST_WORD_SECONDS = 1.0
 """That a client of a router which ends has to take its error."""
 DONE = b"data: [DONE]\n\n"
@@ -95,13 +99,18 @@ def as_pdmesh_error(exc: BaseException) -> PdmeshError:
     return InternalError("internal error; the router's log has the details")
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request, limit: int, stall: float = BODY_STALL_SECONDS) -> bytes:
     """Reads the body. Raises NotJsonError when it is declared as anything but JSON (a missing declaration passes),
-    BodyTooLargeError beyond `limit` bytes, CancelledSessionError on disconnect."""
+    BodyTooLargeError beyond `limit` bytes, CancelledSessionError on disconnect, DeadlineError when nothing more
+    comes for BODY_STALL_SECONDS."""
     chunks: list[bytes] = []
     size = 0
     while True:
-        message = await request.receive()
+        try:
+            async with asyncio.timeout(stall):
+                message = await request.receive()
+        except TimeoutError:
+            raise DeadlineError(f"the body stalled for {stall:g} s", leg=Leg.ROUTER, reason="BODY_STALLED") from None
         if message["type"] == "http.disconnect":
             raise CancelledSessionError("the client went away")
         chunk = message.get("body", b"")

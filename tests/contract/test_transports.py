@@ -176,6 +176,15 @@ def test_bytes_arrive_in_their_blocks_and_nowhere_else(pair: tuple[Endpoint, End
     assert (figures.up, figures.bytes, figures.failures, figures.peer_instance) == (True, 12288, 0, "decode-0")
 
 
+def test_layouts_that_do_not_fit_open_no_link(kind: str) -> None:
+    """Found when the link is asked for, not at the first push."""
+    with Endpoint(decode_setup(layout=block_layout(9, 8192))) as decode, Endpoint(prefill_setup(kind)) as prefill:
+        prefill.submit(dial(LINK, decode))
+        closed = prefill.wait(LinkClosed)
+        assert closed.quiet_proved and "head_size" in closed.reason
+        assert prefill.manager.figures() == ()
+
+
 def test_layouts_of_another_order_and_place(kind: str) -> None:
     """Slices of heads, another dimension order, a pool of another size and offset."""
     theirs = KvLayout((block_layout(6, 4096, offset=4096, dim_order="NL_NB_TWO_BS_NH_HS").groups[0],), 7 * 4096)

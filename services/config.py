@@ -238,6 +238,12 @@ def child_environment() -> dict[str, str]:
     return {n: v for n, v in os.environ.items() if not n.startswith(PREFIX) or n == CACHE_VARIABLE}
 
 
+def engine_environment() -> dict[str, str]:
+    """This process's environment for an engine. Engines share cores with others: a thread of one that waits
+    must not spin on them (OMP_WAIT_POLICY; one that is set stays)."""
+    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+
+
 def _known(kind: type[CommonConfig]) -> dict[str, type[CommonConfig]]:
     own: dict[str, type[CommonConfig]] = {n: kind for n in kind.model_fields if n not in ("options", "role")}
     return serve_options() | own if kind is ServeConfig else own

@@ -145,7 +145,7 @@ class Serve:
     def _spec(self, kind: ServiceKind, name: str, stop_group: int, **chosen: Any) -> ChildSpec:
         values = self._config.child_values(kind, **chosen)
         mixed = kind == "decode" and self._config.aggregated
-        return ChildSpec(name, arguments(kind, values, mixed=mixed), stop_group, environment(kind))
+        return ChildSpec(name, arguments(kind, values, mixed=mixed), stop_group, child_environment())
 
     def _say(self, name: str, line: str) -> None:
         colour = self._colour.setdefault(name, _COLOURS[len(self._colour) % len(_COLOURS)])
@@ -159,15 +159,6 @@ def arguments(kind: ServiceKind, values: Mapping[str, Any], *, mixed: bool = Fal
         if field != "role":
             parts += _flag(field, value)
     return tuple(parts)
-
-
-def environment(kind: ServiceKind) -> dict[str, str]:
-    """The environment of a service that shares this machine with others."""
-    inherited = child_environment()
-    if kind in ("prefill", "decode"):
-        # Engines share the cores: one that waits must not spin on them.
-        inherited.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    return inherited
 
 
 def _flag(field: str, value: Any) -> list[str]:

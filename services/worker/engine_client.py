@@ -32,6 +32,7 @@ from engine_core.host.frames import FromEngine, LinkUp, Ready, Stats, ToEngine
 from engine_core.lifecycle.machine import Move
 from engine_core.types.errors import ConfigError, FencedError, InternalError, Leg, QueueFullError, UnavailableError
 from engine_core.types.ids import Incarnation, SessionId
+from services.config import engine_environment
 from services.worker.link_book import LinkBook, LinkListener
 from services.worker.session_handle import SessionHandle
 
@@ -133,6 +134,7 @@ class EngineClient:
             [*self._command, "--fd", str(fd)],
             pass_fds=(fd,),
             stdin=subprocess.DEVNULL,
+            env=engine_environment(),
             start_new_session=True,
         )
 

@@ -35,9 +35,9 @@ import httpx
 from engine_core.types.errors import UnavailableError
 from services.cli import explain as explain_command
 from services.cli import status as status_command
-from services.cli.serve import arguments, environment
+from services.cli.serve import arguments
 from services.cli.supervisor import Child, ChildSpec, Exit
-from services.config import ServeConfig, ServiceKind
+from services.config import ServeConfig, ServiceKind, child_environment
 from services.runtime.tasks import TaskOwner
 
 START_TIMEOUT = 90.0
@@ -272,7 +272,7 @@ class Mesh:
             chosen |= {"instance": name, "socket_dir": self._sockets}
         values = self._config.child_values(kind, **chosen)
         values |= dict(self._overrides.get(kind, {})) | dict(self._overrides.get(name, {}))
-        return ChildSpec(name, arguments(kind, values, mixed=name.startswith("mixed")), 0, environment(kind))
+        return ChildSpec(name, arguments(kind, values, mixed=name.startswith("mixed")), 0, child_environment())
 
     async def _end(self, *, quick: bool) -> None:
         order = [["router"], list(self._kinds), ["bootstrap"]]

@@ -17,6 +17,7 @@ from services.config import (
     WorkerConfig,
     cache_dir,
     child_environment,
+    engine_environment,
     load,
     serve_options,
 )
@@ -137,3 +138,10 @@ def test_cache_directory_and_children_environment(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PDMESH_CACHE", "/c")
     inherited = child_environment()
     assert inherited["PDMESH_CACHE"] == "/c" and "PDMESH_KV_TOKENS" not in inherited
+
+
+def test_an_engine_waits_passively_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert engine_environment()["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert engine_environment()["OMP_WAIT_POLICY"] == "ACTIVE"

@@ -16,7 +16,7 @@ import dataclasses
 import json
 import random
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal
@@ -24,13 +24,16 @@ from typing import Any, Literal
 import grpc
 import httpx
 
+from engine_core.types.sampling import SamplingParams
 from pdmesh.bootstrap.v1 import rank_table_pb2
 from pdmesh.common.v1 import generation_pb2, identity_pb2
 from pdmesh.decode.v1 import decode_service_pb2, decode_service_pb2_grpc
 from services.cli.status import get_table
+from services.router.journey import derive_seed
 from services.runtime.channels import ChannelPool
 from tests.support.asking import random_prompt
 from tests.support.mesh import Mesh
+from tests.support.oracle import Claim, Oracle
 
 TIMEOUT = 90.0
 
@@ -219,8 +222,11 @@ class Crowd:
 # ---- judging ------------------------------------------------------------------------------------------
 
 
-def differences(ask: StressAsk, outcome: Outcome, alone: Outcome) -> list[str]:
-    """What is wrong with an outcome; who left or was told of an error has seen a true beginning."""
+def differences(ask: StressAsk, outcome: Outcome, alone: Outcome, oracle: Callable[[], Oracle]) -> list[str]:
+    """What is wrong with an outcome; who left or was told of an error has seen a true beginning.
+
+    Recomputed KV rounds differently: where two outputs differ, the oracle says whether both are right.
+    """
     assert alone.ok, f"asked alone, it failed: {alone.error or alone.broken}"
     found = []
     if outcome.broken:
@@ -232,14 +238,24 @@ def differences(ask: StressAsk, outcome: Outcome, alone: Outcome) -> list[str]:
         found.append(f"choices {sorted(outcome.choices)}, not {sorted(alone.choices)}")
     for index, choice in outcome.choices.items():
         expected = alone.choices[index]
-        if choice.ids != expected.ids[: len(choice.ids)] or not expected.text.startswith(choice.text):
-            pairs = zip(choice.ids, expected.ids, strict=False)
-            at = next((i for i, (a, b) in enumerate(pairs) if a != b), len(expected.ids))
-            got, due = choice.ids[at : at + 5], expected.ids[at : at + 5]
-            found.append(f"choice {index} differs from token {at} on: {got} for {due}")
+        if choice.ids != expected.ids[: len(choice.ids)]:
+            verdicts = oracle().verify([claim_of(ask, index, choice), claim_of(ask, index, expected)])
+            told = zip(("in the crowd", "alone"), verdicts, strict=True)
+            found += [f"choice {index} is wrong {where}: {v.message}" for where, v in told if not v.right]
+        elif not expected.text.startswith(choice.text):
+            found.append(f"choice {index} reads {choice.text!r}, not {expected.text!r}")
         elif whole and choice != expected:
             found.append(f"choice {index} is {choice}, not {expected}")
     return found
+
+
+def claim_of(ask: StressAsk, index: int, choice: Choice) -> Claim:
+    """A choice for the oracle."""
+    n = ask.options.get("n", 1)
+    known = {name: value for name, value in ask.options.items() if name in SamplingParams.__struct_fields__}
+    known["stop_token_ids"] = tuple(known.get("stop_token_ids", ()))
+    known["seed"] = derive_seed(known.get("seed", 0), index % n)
+    return Claim(ask.prompts[index // n], tuple(choice.ids), SamplingParams(**known))
 
 
 # ---- around the router --------------------------------------------------------------------------------

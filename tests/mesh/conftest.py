@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from tests.support.asking import Answer, Asker, random_prompt
+from tests.support.asking import Answer, Asker, random_prompt, until_async
 from tests.support.mesh import Mesh
 from tests.support.models import tiny_model
 from tests.support.oracle import Oracle, oracle_for
@@ -39,6 +39,7 @@ class Pushed:
 
     sessions: int
     bytes: int
+    failures: int
     transports: set[str]
 
 
@@ -51,15 +52,33 @@ class Served:
     oracle: Oracle
     model: Path
 
-    async def pushed(self) -> Pushed:
-        """Waits for quiet, then counts."""
+    async def pushed(self, since: Pushed | None = None, sessions: int = 0) -> Pushed:
+        """Counts when all is quiet; or waits until so many sessions were delivered `since`, and gives what they moved.
+
+        Raises AssertionError when it takes too long, there were more, or a push failed meanwhile.
+        """
+        now = await self._pushed()
+        if since is None:
+            return now
+
+        async def delivered() -> bool:
+            nonlocal now
+            now = await self._pushed()
+            return now.sessions >= since.sessions + sessions
+
+        await until_async(delivered, 5.0, lambda: f"{sessions} sessions since {since}: {now}")
+        assert now.failures == since.failures
+        assert now.sessions == since.sessions + sessions
+        return Pushed(sessions, now.bytes - since.bytes, 0, now.transports)
+
+    async def _pushed(self) -> Pushed:
         await self.mesh.quiet()
         ranks = [rank for rank in (await self.mesh.status())["ranks"] if rank["role"] == "PREFILL"]
         pairs = [pair for rank in ranks for pair in rank["pairs"] if pair["up"]]
-        assert all(not pair["failures"] for pair in pairs), pairs
         return Pushed(
             sum(int(rank["counters"].get("delivered", 0)) for rank in ranks),
             sum(pair["bytes"] for pair in pairs),
+            sum(pair["failures"] for pair in pairs),
             {pair["transport"] for pair in pairs},
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.mesh.conftest import Served, assert_right
+from tests.mesh.conftest import BLOCK_BYTES, Served, assert_right
 from tests.support.asking import Answer, random_prompt, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -61,6 +61,6 @@ async def test_random_cancels(llama: Served, count: int) -> None:
     # What the heartbeat said is not older than this request.
     before = await llama.pushed()
     assert_right(llama, [await llama.asker.generate(random_prompt(200, 1), max_tokens=4)])
-    assert (await llama.pushed()).sessions == before.sessions + 1
+    assert (await llama.pushed(before, 1)).bytes == 13 * BLOCK_BYTES
     decode = await llama.asker.counters("decode-0")
     assert decode["cancelled"] > count // 10

@@ -44,7 +44,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Budgets and bounds. Tokens are counted per step; blocks exclude the null block.
 
-    kv_tokens 0 derives the pool from kv_memory_bytes.
+    kv_tokens 0 derives the pool from kv_memory_bytes. max_step_stretch bounds how much longer a step takes for
+    the running sequences when a chunk of a prompt rides along; 0 is no bound.
     """
 
     max_batch_tokens: int = 512
@@ -56,6 +57,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_reserved_decode_tokens: int = 64
     enable_prefix_cache: bool = True
     max_local_tokens: int = 256
+    max_step_stretch: float = 2.0
     queue_timeout: float = 60.0
     kv_progress_timeout: float = 15.0
     quarantine_refuse_share: float = 0.25
@@ -91,6 +93,8 @@ class InferenceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("kv_tokens", "kv_memory_bytes", "num_reserved_decode_tokens"):
             if getattr(s, name) < 0:
                 raise ConfigError(f"scheduler.{name} is {getattr(s, name)}; it must not be negative")
+        if s.max_step_stretch != 0 and not s.max_step_stretch > 1:
+            raise ConfigError(f"scheduler.max_step_stretch is {s.max_step_stretch}; it must be 0 or above 1")
         p = self.parallel
         if p.world_size != p.attn_tp_size * p.cp_size * p.attn_dp_size:
             raise ConfigError(

@@ -116,6 +116,8 @@ class EngineCore:
         self._outstanding = None
         for part, token in zip(plan.sequences, result.sampled, strict=True):
             self._scheduler.settle(part, token, now)
+        decodes = sum(len(part.token_ids) == 1 for part in plan.sequences)
+        self._context.pacer.observe(decodes, plan.num_tokens - decodes, result.seconds)
         self._context.counters["steps"] += 1
 
     def take_frames(self) -> list[Frame]:

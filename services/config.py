@@ -61,6 +61,9 @@ class WorkerConfig(CommonConfig):
     max_running: int = Field(64, ge=1, description="Requests in the running batch")
     max_queued: int = Field(256, ge=1, description="Requests that may wait before 429")
     max_local_tokens: int = Field(256, ge=1, description="Prompt tokens per step that a decode worker recomputes")
+    max_step_stretch: float = Field(
+        2.0, ge=0, description="How many times longer a step may take when a prompt's chunk rides along; 0: no bound"
+    )
     prefix_cache: bool = Field(True, description="Reuse KV of equal prefixes")
     threads: int = Field(0, ge=0, description="Threads of the engine; 0 takes every core")
     attention_backend: str = Field("auto", description="Attention implementation")

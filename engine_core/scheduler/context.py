@@ -9,6 +9,7 @@ from engine_core.config import SchedulerConfig
 from engine_core.kv.api import KvManager
 from engine_core.lifecycle.machine import Move
 from engine_core.scheduler.messages import ErrorInfo, Frame, Outputs, SessionOutput
+from engine_core.scheduler.pacing import StepPacer
 from engine_core.transfer.base import LinkClosed, LinkOpened, TransferCommand
 from engine_core.types.ids import Incarnation, SessionId
 from engine_core.types.kv import KvLayout
@@ -148,6 +149,10 @@ class SchedulerContext:
     out: Outbox = field(default_factory=Outbox)
     links: LinkBook = field(default_factory=LinkBook)
     counters: Counter[str] = field(default_factory=Counter)
+    pacer: StepPacer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pacer = StepPacer(self.config.max_step_stretch)
 
     @property
     def block_size(self) -> int:

@@ -490,6 +490,7 @@ class DecodeDisaggScheduler:
         budget = config.max_batch_tokens - len(parts)
         if self._c.role is Role.DECODE:
             budget = min(budget, config.max_local_tokens)
+        budget = self._c.pacer.chunk_budget(len(parts), budget)
         chunks = split_budget((s.sequence.missing for s in computing), budget)
         parts += [s.sequence.schedule(n, kv.block_ids(s.id), eos) for s, n in zip(computing, chunks, strict=True) if n]
         return parts

@@ -41,7 +41,7 @@ async def suffer(scripted: Scripted, fault: str, *, stream: bool) -> None:
     """One request meets the fault while another decodes; afterwards the same prompt is asked again."""
     asker, salt, prompt = scripted.asker, scripted.asker.salt(), random_prompt(40, 3)
     bystander = asker.start(random_prompt(50, 4), max_tokens=700, ignore_eos=True)
-    await bystander.tokens(1)
+    await bystander.tokens(2)  # its own pushes are over
 
     scripted.script.on(fault)
     asking = asker.start(prompt, max_tokens=12, ignore_eos=True, cache_salt=salt, stream=stream)
@@ -98,7 +98,7 @@ async def test_a_running_request_does_not_grow_into_blocks_that_may_still_be_wri
     """
     asker = scripted.asker
     growing = asker.start(random_prompt(100, 20), max_tokens=920, ignore_eos=True)
-    await growing.tokens(1)
+    await growing.tokens(2)
     await cancel_while_a_writer_is_stuck(scripted)
     if by_shm(scripted):
         await asker.until_state(growing.request_id, "decode_request", "PREEMPTED")

@@ -97,6 +97,7 @@ class EngineLoop:
         self._transfer, self._events, self._wake = transfer, events, wake
         self._stats_at = 0.0
         self._was_idle = True
+        self._moved = False
         self._step_seconds = 0.0
         self._forward_seconds = 0.0
 
@@ -106,8 +107,10 @@ class EngineLoop:
             pass
 
     def _turn(self) -> bool:
-        if not self._core.has_work():
+        # What moved in the last turn may have made room for something that waits: look once more before sleeping.
+        if not self._core.has_work() and not self._moved:
             self._wake.sleep(self._sleep_seconds(time.monotonic()))
+        self._moved = False
         # Frames are taken first and applied last: an event that happened before a frame was sent is
         # in the queue by then, so that causes are seen before effects.
         frames = self._channel.drain()
@@ -154,6 +157,7 @@ class EngineLoop:
             self._channel.send(frame)
         moves = self._core.take_moves()
         if moves:
+            self._moved = True
             self._channel.send(Moves(moves))
 
     def _report(self, now: float) -> None:

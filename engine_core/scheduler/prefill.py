@@ -257,9 +257,13 @@ class PrefillDisaggScheduler:
             self._fail(session, error, now)
 
     def _abort(self, event: AbortReceived, now: float) -> None:
+        session = self._sessions.get(event.session)
+        if session is not None and session.link_id != event.link_id:
+            # Another peer's session: on this link nothing of that name is written.
+            self._c.out.command(SendQuiet(event.link_id, event.session))
+            return
         self._tombstones[event.session] = now
         self._tombstones.move_to_end(event.session)
-        session = self._sessions.get(event.session)
         if session is None:
             self._c.out.command(SendQuiet(event.link_id, event.session))
             return

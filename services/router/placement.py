@@ -100,6 +100,8 @@ def choose(
     if not prefills:
         return Placement(decode)
     least = min(map(rank, prefills))
+    # With as many prefills as decodes, one common turn would always form the same pairs.
+    turn += turn // len(decodes)
     return Placement(decode, _pick(policy, room, [p for p in prefills if rank(p) == least], turn, rng, signals))
 
 

@@ -77,6 +77,13 @@ def test_round_robin_takes_turns() -> None:
     assert found == ["decode-0", "decode-1", "decode-0", "decode-1"]
 
 
+def test_round_robin_forms_every_pair_and_balances_both_roles() -> None:
+    rows = [prefill(0), prefill(1), decode(0), decode(1)]
+    found = [names(pick(rows, PlacementPolicy.ROUND_ROBIN, turn=t)) for t in range(4)]
+    assert len(set(found)) == 4
+    assert [p for p, _ in found].count("prefill-0") == 2
+
+
 def test_least_load_counts_the_table_and_the_routers_own() -> None:
     busy = decode(0, load=Load(running=2, queued=1))
     rows = [prefill(0), busy, decode(1)]

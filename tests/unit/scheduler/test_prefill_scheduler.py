@@ -168,6 +168,17 @@ def test_abort_of_an_unknown_session_is_answered_and_leaves_a_tombstone() -> Non
     assert core.core.idle()
 
 
+def test_an_abort_on_another_link_leaves_the_session_alone() -> None:
+    core = prefill()
+    core.link(2)
+    opened(core)
+    out = core.event(AbortReceived(2, S1))
+    assert of(SendQuiet, out) == [SendQuiet(2, S1)]
+    core.run()
+    core.send(TicketArrived(S1, ticket((7, 8), num_tokens=3)))
+    assert len(of(Push, core.commands)) == 1
+
+
 def test_a_ticket_after_an_abort_pushes_nothing() -> None:
     core = prefill()
     opened(core)

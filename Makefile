@@ -13,6 +13,9 @@ DEV := $(VENV)/.dev-stamp
 BENCH := $(VENV)/.bench-stamp
 BUF := node_modules/.package-lock.json
 NOT_HERE := not cuda and not npu
+# Two files at a time: most tests wait for processes that they started. JOBS=0 runs one after another.
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-slow check bench protos format clean
@@ -56,11 +59,11 @@ serve: $(RUNTIME)
 
 test: $(DEV)
 	$(BIN)/pdmesh model fetch demo
-	$(BIN)/python -m pytest -q -m "not slow and $(NOT_HERE)"
+	$(PYTEST) -m "not slow and $(NOT_HERE)"
 
 test-slow: $(DEV)
 	$(BIN)/pdmesh model fetch demo
-	$(BIN)/python -m pytest -q -m "$(NOT_HERE)"
+	$(PYTEST) -m "$(NOT_HERE)"
 
 check: $(DEV) $(BUF)
 	$(BIN)/ruff check .

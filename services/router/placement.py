@@ -9,6 +9,7 @@ only when there is nobody else of the same state.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Collection, Mapping, Sequence
 
@@ -100,9 +101,11 @@ def choose(
     if not prefills:
         return Placement(decode)
     least = min(map(rank, prefills))
-    # With as many prefills as decodes, one common turn would always form the same pairs.
-    turn += turn // len(decodes)
-    return Placement(decode, _pick(policy, room, [p for p in prefills if rank(p) == least], turn, rng, signals))
+    prefills = [p for p in prefills if rank(p) == least]
+    if math.gcd(len(decodes), len(prefills)) > 1:
+        # One common turn would always form the same pairs: shift by one whenever they have all been formed.
+        turn += turn // math.lcm(len(decodes), len(prefills))
+    return Placement(decode, _pick(policy, room, prefills, turn, rng, signals))
 
 
 def placeable(rows: Sequence[RankRow], tokenizer_digest: str) -> bool:

@@ -9,6 +9,7 @@ what was quarantined comes back when quiet is proved.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -126,7 +127,7 @@ async def test_a_prefill_worker_is_stopped_mid_push_and_wakes_up(tmp_path: Path,
 
             async with Load(mesh.url, OTHERS, width=6) as load:
                 await load.until(lambda: sum(a.ok for a in load.answers) >= 12, "the pool is used up")
-                await load.until(lambda: load.streaming(5) >= 3, "others hold its blocks")
+                await load.until(lambda: load.streaming(5) >= 2, "others hold its blocks")
                 stage.go.touch()
                 for pid in pids:
                     os.kill(pid, signal.SIGCONT)
@@ -139,7 +140,8 @@ async def test_a_prefill_worker_is_stopped_mid_push_and_wakes_up(tmp_path: Path,
                 await load.until(lambda: load.right_since(woken) >= 6, "others go on")
         finally:
             for pid in pids:
-                os.kill(pid, signal.SIGCONT)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
         failed = check_ends(load.answers, calm, within=30.0)
         assert not failed, "\n".join(map(str, failed))
 

@@ -82,6 +82,8 @@ def test_round_robin_forms_every_pair_and_balances_both_roles() -> None:
     found = [names(pick(rows, PlacementPolicy.ROUND_ROBIN, turn=t)) for t in range(4)]
     assert len(set(found)) == 4
     assert [p for p, _ in found].count("prefill-0") == 2
+    one = [names(pick([prefill(0), prefill(1), decode(0)], PlacementPolicy.ROUND_ROBIN, turn=t))[0] for t in range(4)]
+    assert one == ["prefill-0", "prefill-1", "prefill-0", "prefill-1"]
 
 
 def test_least_load_counts_the_table_and_the_routers_own() -> None:

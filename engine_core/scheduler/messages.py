@@ -188,7 +188,7 @@ class Outputs(Frame, frozen=True):
 
 
 class OpenLeg(Frame, frozen=True):
-    """Decode wants the prefill stream of this session opened."""
+    """Decode wants the prefill stream of a session opened."""
 
     session: SessionId
 

@@ -28,7 +28,8 @@ def short_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-LONG = [Ask(tuple(range(3 + i, 40 + i)), 800, stream=i != 2) for i in range(3)]
+LONG = [Ask(tuple(range(3 + i, 40 + i)), 2400, stream=i != 2) for i in range(3)]
+"""Long enough that a stop always finds them running."""
 
 
 async def serving_dead(mesh: Serving) -> None:
@@ -39,7 +40,7 @@ async def serving_dead(mesh: Serving) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 async def test_the_first_signal_lets_streams_end_and_takes_no_new_ones(number: signal.Signals) -> None:
-    async with Serving(tiny_model(), "--drain-timeout", "60", "--kv-tokens", "8192") as mesh:
+    async with Serving(tiny_model(), "--drain-timeout", "60", "--kv-tokens", "16384") as mesh:
         calm = await run_all(mesh.url, LONG)
         await mesh.until_quiet()
         async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
@@ -69,7 +70,7 @@ async def test_the_second_signal_ends_at_once(short_folder: Path) -> None:
     left = short_folder / f"pdmesh-serve-{2**31 - 1}-x"
     left.mkdir()
     (left / "kv-1.sock").touch()
-    options = ("--drain-timeout", "60", "--kv-tokens", "8192")
+    options = ("--drain-timeout", "60", "--kv-tokens", "16384")
     async with Serving(tiny_model(), *options, temporary=str(short_folder)) as mesh:
         assert not left.exists(), "what a killed one left is cleared by the next"
         await mesh.until_quiet()
@@ -90,7 +91,7 @@ async def test_the_second_signal_ends_at_once(short_folder: Path) -> None:
 
 
 async def test_kill_leaves_no_process() -> None:
-    async with Serving(tiny_model(), "--kv-tokens", "8192") as mesh:
+    async with Serving(tiny_model(), "--kv-tokens", "16384") as mesh:
         pids = await mesh.pids()
         assert sorted(pids) == ["bootstrap", "decode-0", "decode-0/engine", "prefill-0", "prefill-0/engine", "router"]
         load = Load(mesh.url, LONG, width=3)

@@ -281,6 +281,8 @@ class Journey:
             self._first_at = now
             self._mesh.metrics.ttft.observe(now - self._spec.arrival)
             self._move("FIRST_TOKEN")
+            for _ in range(count - 1):  # they came with it
+                self._mesh.metrics.itl.observe(0.0)
             if placement.prefill is not None:
                 held.remove(placement.prefill)
                 self._mesh.leave(placement.prefill)

@@ -379,7 +379,9 @@ async def test_bytes_that_are_no_messages(small_mesh: Mesh, raw: Raw) -> None:
 async def test_after_all_that_the_mesh_serves(small_mesh: Mesh) -> None:
     async with Asker(small_mesh) as asker:
         answers = [await asker.generate(random_prompt(90, 3), max_tokens=8, ignore_eos=True) for _ in range(2)]
-        assert [(a.path, a.transport, a.attempts, len(a.ids)) for a in answers] == [("pd", "tcp", 1, 8)] * 2
+        assert [(a.path, a.transport, len(a.ids)) for a in answers] == [("pd", "tcp", 8)] * 2
+        # A row that a test registered may still hold its lease: who is placed on it is fenced and planned again.
+        assert all(a.attempts <= 3 for a in answers)
         assert answers[0].ids == answers[1].ids
     await small_mesh.quiet()
     for name in ("bootstrap", "prefill-0", "decode-0"):

@@ -10,6 +10,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH_THERE := $(VENV)/.torch-stamp
 RUNTIME := $(VENV)/.runtime-stamp
 DEV := $(VENV)/.dev-stamp
+# Programs that only tests call, as Debian package=command. Installed when absent; `make serve` needs none of them.
+APT_TEST_PACKAGES ?= systemd=systemd-analyze prometheus=promtool chromium=chromium
+APT := $(VENV)/.apt-stamp
 BENCH := $(VENV)/.bench-stamp
 BUF := node_modules/.package-lock.json
 NOT_HERE := not cuda and not npu
@@ -53,15 +56,19 @@ $(BUF): package.json package-lock.json
 	npm ci --silent
 	@touch $@
 
+$(APT): .ci/debian-packages | $(VENV)/bin/python
+	.ci/debian-packages $(APT_TEST_PACKAGES)
+	@touch $@
+
 serve: $(RUNTIME)
 	$(BIN)/pdmesh model fetch demo
 	exec $(BIN)/pdmesh serve --model demo --port $(PORT)
 
-test: $(DEV)
+test: $(DEV) $(APT)
 	$(BIN)/pdmesh model fetch demo
 	$(PYTEST) -m "not slow and $(NOT_HERE)"
 
-test-slow: $(DEV)
+test-slow: $(DEV) $(APT)
 	$(BIN)/pdmesh model fetch demo
 	$(PYTEST) -m "$(NOT_HERE)"
 

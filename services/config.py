@@ -30,6 +30,10 @@ class CommonConfig(_Config):
 
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged")
     log_format: Literal["text", "json"] = Field("text", description="How a line of the log looks")
+    mesh_token_file: str = Field("", description="File with the secret that all processes of a mesh share")
+    tls_cert: str = Field("", description="PEM file with this process's certificate chain, for gRPC with mTLS")
+    tls_key: str = Field("", description="PEM file with the certificate's key")
+    tls_ca: str = Field("", description="PEM file with the authorities whose certificates peers must have")
 
 
 class BootstrapConfig(CommonConfig):
@@ -102,7 +106,7 @@ class RouterConfig(CommonConfig):
     max_queued: int = Field(256, ge=0, description="Requests that may wait before 429")
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="Largest request body")
     max_prompts: int = Field(256, ge=1, description="Prompts in one request")
-    max_attempts: int = Field(3, ge=1, description="Attempts per request before token 1")
+    max_attempts: int = Field(5, ge=1, description="Attempts in a row that may end without a new token")
     request_timeout: float = Field(600.0, gt=0, description="Seconds for a whole request")
     connect_timeout: float = Field(2.0, gt=0, description="Seconds to reach a worker")
     queue_timeout: float = Field(60.0, gt=0, description="Seconds that a request may wait")
@@ -110,6 +114,8 @@ class RouterConfig(CommonConfig):
     client_stall_timeout: float = Field(60.0, gt=0, description="Seconds without reading after which a client is gone")
     peer_wait: float = Field(1.0, ge=0, description="Seconds to wait for a worker that the table lacks")
     drain_timeout: float = Field(30.0, ge=0, description="Seconds that open requests get when stopping")
+    http_tls_cert: str = Field("", description="PEM file with the certificate chain of the HTTP port")
+    http_tls_key: str = Field("", description="PEM file with that certificate's key")
     max_tokens_default: int = Field(0, ge=0, description="Limit of /v1/completions when a client names none; 0 is 16")
 
 

@@ -77,6 +77,7 @@ class InstanceSpec(msgspec.Struct, frozen=True):
     dp_size: int = 1
     cp_size: int = 1
     tp_size: int = 1
+    max_running: int = 0
 
     @property
     def world_size(self) -> int:
@@ -218,6 +219,7 @@ def spec_to_proto(spec: InstanceSpec) -> rank_table_pb2.InstanceSpec:
         tokenizer_digest=spec.tokenizer_digest,
         kv_capacity_tokens=spec.kv_capacity_tokens,
         eos_token_ids=spec.eos_token_ids,
+        max_running=spec.max_running,
     )
 
 
@@ -247,6 +249,7 @@ def spec_from_proto(message: rank_table_pb2.InstanceSpec, field: str = "instance
         tokenizer_digest=checked_text(message.tokenizer_digest, f"{field}.tokenizer_digest"),
         kv_capacity_tokens=checked_int(message.kv_capacity_tokens, f"{field}.kv_capacity_tokens"),
         eos_token_ids=tuple(message.eos_token_ids),
+        max_running=checked_int(message.max_running, f"{field}.max_running"),
     )
     if spec.world_size > MAX_PARALLEL:
         raise InvalidRequestError(

@@ -34,7 +34,7 @@ from engine_core.types.errors import FencedError, Leg, PdmeshError, UnavailableE
 from engine_core.types.ids import RankCoord
 from engine_core.types.request import Role
 from pdmesh.common.v1 import worker_pb2_grpc
-from services.config import WorkerConfig
+from services.config import WorkerConfig, service_manager
 from services.runtime.channels import ChannelPool
 from services.runtime.server import GrpcServer
 from services.runtime.tasks import Stop, TaskOwner
@@ -130,6 +130,8 @@ async def run_worker(
                 "incarnation": identity.incarnation,
             }
         )
+        # By the rule that keeps the lease: who may not renew it may not keep the manager's watchdog quiet either.
+        life.tasks.spawn(service_manager().accompany(stop, life.engine.progressing), "service manager")
         try:
             await life.any_set(stop.draining)
             await life.drain(stop, config.drain_timeout)
@@ -260,6 +262,7 @@ class _Life:
             tokenizer_digest=ready.fingerprint_parts.get("tokenizer", ""),
             kv_capacity_tokens=ready.num_kv_tokens,
             eos_token_ids=ready.eos_token_ids,
+            max_running=config.max_running,
         )
         return RankRow(
             instance=spec,

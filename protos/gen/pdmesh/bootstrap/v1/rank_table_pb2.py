@@ -27,7 +27,7 @@ from pdmesh.common.v1 import worker_pb2 as pdmesh_dot_common_dot_v1_dot_worker__
 from pdmesh.transfer.v1 import kv_layout_pb2 as pdmesh_dot_transfer_dot_v1_dot_kv__layout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$pdmesh/bootstrap/v1/rank_table.proto\x12\x13pdmesh.bootstrap.v1\x1a\x1fpdmesh/common/v1/identity.proto\x1a\x1dpdmesh/common/v1/worker.proto\x1a\"pdmesh/transfer/v1/kv_layout.proto\"*\n\x08Revision\x12\x13\n\x0btable_epoch\x18\x01 \x01(\x03\x12\t\n\x01n\x18\x02 \x01(\x03\"\xa8\x03\n\x0cInstanceSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.pdmesh.common.v1.Role\x12\x0f\n\x07\x64p_size\x18\x03 \x01(\x05\x12\x0f\n\x07\x63p_size\x18\x04 \x01(\x05\x12\x0f\n\x07tp_size\x18\x05 \x01(\x05\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\x12R\n\x11\x66ingerprint_parts\x18\x07 \x03(\x0b\x32\x37.pdmesh.bootstrap.v1.InstanceSpec.FingerprintPartsEntry\x12\x1a\n\x12served_model_names\x18\x08 \x03(\t\x12\x15\n\rmax_model_len\x18\t \x01(\x05\x12\x0f\n\x07version\x18\n \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x0b \x01(\t\x12\x1a\n\x12kv_capacity_tokens\x18\x0c \x01(\x03\x12\x15\n\reos_token_ids\x18\r \x03(\x05\x1a\x37\n\x15\x46ingerprintPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xb7\x03\n\x07RankRow\x12\x33\n\x08instance\x18\x01 \x01(\x0b\x32!.pdmesh.bootstrap.v1.InstanceSpec\x12*\n\x05\x63oord\x18\x02 \x01(\x0b\x32\x1b.pdmesh.common.v1.RankCoord\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x03\x12,\n\x06layout\x18\x05 \x01(\x0b\x32\x1c.pdmesh.transfer.v1.KvLayout\x12;\n\x0b\x64\x65scriptors\x18\x06 \x03(\x0b\x32&.pdmesh.transfer.v1.TransferDescriptor\x12\x33\n\x05state\x18\x07 \x01(\x0e\x32$.pdmesh.bootstrap.v1.MembershipState\x12$\n\x04load\x18\x08 \x01(\x0b\x32\x16.pdmesh.common.v1.Load\x12\x0c\n\x04host\x18\t \x01(\t\x12\x0b\n\x03pid\x18\n \x01(\x05\x12\x12\n\nengine_pid\x18\x0b \x01(\x05\x12/\n\x08revision\x18\x0c \x01(\x0b\x32\x1d.pdmesh.bootstrap.v1.Revision\"I\n\x07Service\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x15\n\rhttp_endpoint\x18\x04 \x01(\t\"\xd1\x01\n\tRoomRoute\x12\x0c\n\x04room\x18\x01 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x18\n\x10prefill_instance\x18\x04 \x01(\t\x12\x12\n\nprefill_dp\x18\x05 \x01(\x05\x12\x1b\n\x13prefill_incarnation\x18\x06 \x01(\x03\x12\x17\n\x0f\x64\x65\x63ode_instance\x18\x07 \x01(\t\x12\x11\n\tdecode_dp\x18\x08 \x01(\x05\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\t \x01(\x03*\xc2\x01\n\x0fMembershipState\x12 \n\x1cMEMBERSHIP_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18MEMBERSHIP_STATE_JOINING\x10\x01\x12\x1a\n\x16MEMBERSHIP_STATE_READY\x10\x02\x12\x1d\n\x19MEMBERSHIP_STATE_DRAINING\x10\x03\x12\x19\n\x15MEMBERSHIP_STATE_LEFT\x10\x04\x12\x19\n\x15MEMBERSHIP_STATE_LOST\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$pdmesh/bootstrap/v1/rank_table.proto\x12\x13pdmesh.bootstrap.v1\x1a\x1fpdmesh/common/v1/identity.proto\x1a\x1dpdmesh/common/v1/worker.proto\x1a\"pdmesh/transfer/v1/kv_layout.proto\"*\n\x08Revision\x12\x13\n\x0btable_epoch\x18\x01 \x01(\x03\x12\t\n\x01n\x18\x02 \x01(\x03\"\xbd\x03\n\x0cInstanceSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.pdmesh.common.v1.Role\x12\x0f\n\x07\x64p_size\x18\x03 \x01(\x05\x12\x0f\n\x07\x63p_size\x18\x04 \x01(\x05\x12\x0f\n\x07tp_size\x18\x05 \x01(\x05\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\x12R\n\x11\x66ingerprint_parts\x18\x07 \x03(\x0b\x32\x37.pdmesh.bootstrap.v1.InstanceSpec.FingerprintPartsEntry\x12\x1a\n\x12served_model_names\x18\x08 \x03(\t\x12\x15\n\rmax_model_len\x18\t \x01(\x05\x12\x0f\n\x07version\x18\n \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x0b \x01(\t\x12\x1a\n\x12kv_capacity_tokens\x18\x0c \x01(\x03\x12\x15\n\reos_token_ids\x18\r \x03(\x05\x12\x13\n\x0bmax_running\x18\x0e \x01(\x05\x1a\x37\n\x15\x46ingerprintPartsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xb7\x03\n\x07RankRow\x12\x33\n\x08instance\x18\x01 \x01(\x0b\x32!.pdmesh.bootstrap.v1.InstanceSpec\x12*\n\x05\x63oord\x18\x02 \x01(\x0b\x32\x1b.pdmesh.common.v1.RankCoord\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x03\x12,\n\x06layout\x18\x05 \x01(\x0b\x32\x1c.pdmesh.transfer.v1.KvLayout\x12;\n\x0b\x64\x65scriptors\x18\x06 \x03(\x0b\x32&.pdmesh.transfer.v1.TransferDescriptor\x12\x33\n\x05state\x18\x07 \x01(\x0e\x32$.pdmesh.bootstrap.v1.MembershipState\x12$\n\x04load\x18\x08 \x01(\x0b\x32\x16.pdmesh.common.v1.Load\x12\x0c\n\x04host\x18\t \x01(\t\x12\x0b\n\x03pid\x18\n \x01(\x05\x12\x12\n\nengine_pid\x18\x0b \x01(\x05\x12/\n\x08revision\x18\x0c \x01(\x0b\x32\x1d.pdmesh.bootstrap.v1.Revision\"I\n\x07Service\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x15\n\rhttp_endpoint\x18\x04 \x01(\t\"\xd1\x01\n\tRoomRoute\x12\x0c\n\x04room\x18\x01 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x18\n\x10prefill_instance\x18\x04 \x01(\t\x12\x12\n\nprefill_dp\x18\x05 \x01(\x05\x12\x1b\n\x13prefill_incarnation\x18\x06 \x01(\x03\x12\x17\n\x0f\x64\x65\x63ode_instance\x18\x07 \x01(\t\x12\x11\n\tdecode_dp\x18\x08 \x01(\x05\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\t \x01(\x03*\xc2\x01\n\x0fMembershipState\x12 \n\x1cMEMBERSHIP_STATE_UNSPECIFIED\x10\x00\x12\x1c\n\x18MEMBERSHIP_STATE_JOINING\x10\x01\x12\x1a\n\x16MEMBERSHIP_STATE_READY\x10\x02\x12\x1d\n\x19MEMBERSHIP_STATE_DRAINING\x10\x03\x12\x19\n\x15MEMBERSHIP_STATE_LEFT\x10\x04\x12\x19\n\x15MEMBERSHIP_STATE_LOST\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,18 +36,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_INSTANCESPEC_FINGERPRINTPARTSENTRY']._loaded_options = None
   _globals['_INSTANCESPEC_FINGERPRINTPARTSENTRY']._serialized_options = b'8\001'
-  _globals['_MEMBERSHIPSTATE']._serialized_start=1362
-  _globals['_MEMBERSHIPSTATE']._serialized_end=1556
+  _globals['_MEMBERSHIPSTATE']._serialized_start=1383
+  _globals['_MEMBERSHIPSTATE']._serialized_end=1577
   _globals['_REVISION']._serialized_start=161
   _globals['_REVISION']._serialized_end=203
   _globals['_INSTANCESPEC']._serialized_start=206
-  _globals['_INSTANCESPEC']._serialized_end=630
-  _globals['_INSTANCESPEC_FINGERPRINTPARTSENTRY']._serialized_start=575
-  _globals['_INSTANCESPEC_FINGERPRINTPARTSENTRY']._serialized_end=630
-  _globals['_RANKROW']._serialized_start=633
-  _globals['_RANKROW']._serialized_end=1072
-  _globals['_SERVICE']._serialized_start=1074
-  _globals['_SERVICE']._serialized_end=1147
-  _globals['_ROOMROUTE']._serialized_start=1150
-  _globals['_ROOMROUTE']._serialized_end=1359
+  _globals['_INSTANCESPEC']._serialized_end=651
+  _globals['_INSTANCESPEC_FINGERPRINTPARTSENTRY']._serialized_start=596
+  _globals['_INSTANCESPEC_FINGERPRINTPARTSENTRY']._serialized_end=651
+  _globals['_RANKROW']._serialized_start=654
+  _globals['_RANKROW']._serialized_end=1093
+  _globals['_SERVICE']._serialized_start=1095
+  _globals['_SERVICE']._serialized_end=1168
+  _globals['_ROOMROUTE']._serialized_start=1171
+  _globals['_ROOMROUTE']._serialized_end=1380
 # @@protoc_insertion_point(module_scope)

@@ -34,7 +34,7 @@ class Revision(_message.Message):
     def __init__(self, table_epoch: _Optional[int] = ..., n: _Optional[int] = ...) -> None: ...
 
 class InstanceSpec(_message.Message):
-    __slots__ = ("name", "role", "dp_size", "cp_size", "tp_size", "fingerprint", "fingerprint_parts", "served_model_names", "max_model_len", "version", "tokenizer_digest", "kv_capacity_tokens", "eos_token_ids")
+    __slots__ = ("name", "role", "dp_size", "cp_size", "tp_size", "fingerprint", "fingerprint_parts", "served_model_names", "max_model_len", "version", "tokenizer_digest", "kv_capacity_tokens", "eos_token_ids", "max_running")
     class FingerprintPartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class InstanceSpec(_message.Message):
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     KV_CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: _identity_pb2.Role
     dp_size: int
@@ -68,7 +69,8 @@ class InstanceSpec(_message.Message):
     tokenizer_digest: str
     kv_capacity_tokens: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[_identity_pb2.Role, str]] = ..., dp_size: _Optional[int] = ..., cp_size: _Optional[int] = ..., tp_size: _Optional[int] = ..., fingerprint: _Optional[str] = ..., fingerprint_parts: _Optional[_Mapping[str, str]] = ..., served_model_names: _Optional[_Iterable[str]] = ..., max_model_len: _Optional[int] = ..., version: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., kv_capacity_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    max_running: int
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[_identity_pb2.Role, str]] = ..., dp_size: _Optional[int] = ..., cp_size: _Optional[int] = ..., tp_size: _Optional[int] = ..., fingerprint: _Optional[str] = ..., fingerprint_parts: _Optional[_Mapping[str, str]] = ..., served_model_names: _Optional[_Iterable[str]] = ..., max_model_len: _Optional[int] = ..., version: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., kv_capacity_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_running: _Optional[int] = ...) -> None: ...
 
 class RankRow(_message.Message):
     __slots__ = ("instance", "coord", "endpoint", "incarnation", "layout", "descriptors", "state", "load", "host", "pid", "engine_pid", "revision")

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from engine_core.types.errors import ConfigError
 from engine_core.types.request import Role
+from services.runtime.notify import ManagerAddress, ServiceManager
 
 
 class _Config(BaseModel):
@@ -189,6 +190,7 @@ C = TypeVar("C", bound=CommonConfig)
 
 PREFIX = "PDMESH_"
 CACHE_VARIABLE = "PDMESH_CACHE"
+_MANAGER_VARIABLES = frozenset({"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"})
 
 
 def load(
@@ -242,9 +244,29 @@ def quiet_grpc() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
+def service_manager(environ: Mapping[str, str] | None = None, *, pid: int | None = None) -> ServiceManager:
+    """The manager that started this process by systemd's protocol, by NOTIFY_SOCKET and WATCHDOG_USEC; else nobody.
+
+    A watchdog that is meant for another process (WATCHDOG_PID) is none of ours. Raises ConfigError for a bad number.
+    """
+    given = os.environ if environ is None else environ
+    try:
+        microseconds = int(given.get("WATCHDOG_USEC", "0"))
+        meant = int(given.get("WATCHDOG_PID", "0")) in (0, os.getpid() if pid is None else pid)
+    except ValueError as exc:
+        raise ConfigError(f"WATCHDOG_USEC and WATCHDOG_PID must be whole numbers: {exc}") from exc
+    watchdog = max(microseconds, 0) / 1e6 if meant else 0.0
+    return ServiceManager(ManagerAddress(given.get("NOTIFY_SOCKET", ""), watchdog))
+
+
 def child_environment() -> dict[str, str]:
-    """This process's environment for a service that is told everything by flags."""
-    return {n: v for n, v in os.environ.items() if not n.startswith(PREFIX) or n == CACHE_VARIABLE}
+    """This process's environment for a service that is told everything by flags. What the manager of this process
+    wants to hear, it wants from this process alone."""
+    return {
+        n: v
+        for n, v in os.environ.items()
+        if n not in _MANAGER_VARIABLES and (not n.startswith(PREFIX) or n == CACHE_VARIABLE)
+    }
 
 
 def engine_environment() -> dict[str, str]:
@@ -253,7 +275,7 @@ def engine_environment() -> dict[str, str]:
     Engines share cores with others: a thread that waits for its team spins for some microseconds, which
     saves a wake-up between two small operations, and then sleeps. A policy that is set stays as it is.
     """
-    own = dict(os.environ)
+    own = {n: v for n, v in os.environ.items() if n not in _MANAGER_VARIABLES}
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & own.keys():
         own |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
     return own

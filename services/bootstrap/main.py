@@ -14,7 +14,7 @@ from pdmesh.bootstrap.v1 import bootstrap_service_pb2_grpc
 from services.bootstrap.rank_table import RankTable
 from services.bootstrap.rooms import RoomBook
 from services.bootstrap.servicer import SERVICE_NAME, BootstrapServicer
-from services.config import BootstrapConfig
+from services.config import BootstrapConfig, service_manager
 from services.runtime.server import GrpcServer
 from services.runtime.tasks import Stop, TaskOwner
 from services.wire.bootstrap import WatchedService
@@ -52,6 +52,7 @@ async def run(config: BootstrapConfig, stop: Stop, on_ready: Callable[[dict[str,
                 "epoch": epoch,
             }
         )
+        tasks.spawn(service_manager().accompany(stop), "service manager")
         await stop.draining.wait()
     finally:
         servicer.close()

@@ -17,7 +17,7 @@ import uvicorn
 
 from engine_core.types.digest import tokenizer_digest
 from engine_core.types.errors import ConfigError
-from services.config import RouterConfig
+from services.config import RouterConfig, service_manager
 from services.router.app import make_app
 from services.router.front import Front, ModelInfo
 from services.router.mesh import Mesh
@@ -101,6 +101,7 @@ async def run(config: RouterConfig, stop: Stop, on_ready: Callable[[dict[str, An
         await asyncio.wait({serving, listening}, return_when=asyncio.FIRST_COMPLETED)
         if server.listening.is_set():
             on_ready({"service": "router", "endpoint": endpoint, "port": port, "pid": me.pid})
+            tasks.spawn(service_manager().accompany(stop), "service manager")
         await serving
     finally:
         await front.tasks.close()

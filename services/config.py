@@ -55,7 +55,8 @@ class WorkerConfig(CommonConfig):
     host: str = Field("127.0.0.1", description="Address to listen on")
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one")
     bootstrap: tuple[str, ...] = Field(("127.0.0.1:18800",), description="Bootstrap addresses, all of them are told")
-    instance: str = Field("", description="Name in the rank table; by default made of role and port")
+    advertise_host: str = Field("", description="Host that peers dial; by default --host, or this machine's address")
+    instance: str = Field("", description="Name in the rank table; made of role and port by default")
     served_model_name: tuple[str, ...] = Field((), description="Names that clients may use; the first is canonical")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="Compute type; auto is the checkpoint's")
     block_size: Literal[16, 32, 64, 128] = Field(16, description="Tokens per KV block")
@@ -75,7 +76,7 @@ class WorkerConfig(CommonConfig):
     linear_backend: str = Field("auto", description="Linear-layer implementation")
     transfer_backend: Literal["auto", "shm", "tcp", "scripted"] = Field("auto", description="How KV travels")
     transfer_script: str = Field("", description="JSON that the scripted transport reads; for tests")
-    transfer_host: str = Field("127.0.0.1", description="Address of the tcp transport")
+    transfer_host: str = Field("", description="Address of the tcp transport; by default what peers dial")
     verify_kv: bool = Field(False, description="Compare checksums of transferred KV")
     socket_dir: str = Field("", description="Directory of link sockets; one that workers in other containers see too")
     queue_timeout: float = Field(60.0, gt=0, description="Seconds that a request may wait")
@@ -100,11 +101,15 @@ class RouterConfig(CommonConfig):
     model: str = Field(description="Hugging Face directory (its tokenizer is read), hub id, or demo")
     host: str = Field("127.0.0.1", description="Address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")
+    advertise_host: str = Field("", description="Host that others dial; by default --host, or this machine's address")
     bootstrap: tuple[str, ...] = Field(("127.0.0.1:18800",), description="Bootstrap addresses")
     served_model_name: tuple[str, ...] = Field((), description="Names that clients may use; the first is canonical")
     policy: PlacementPolicy = Field(PlacementPolicy.LEAST_LOAD, description="How a pair is chosen")
     max_in_flight: int = Field(256, ge=1, description="Requests served at once")
     max_queued: int = Field(256, ge=0, description="Requests that may wait before 429")
+    pool_headroom: float = Field(
+        1.25, ge=0, description="How many times what the workers' batches and pools hold is sent to them; 0: no limit"
+    )
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="Largest request body")
     max_prompts: int = Field(256, ge=1, description="Prompts in one request")
     max_attempts: int = Field(5, ge=1, description="Attempts in a row that may end without a new token")
@@ -136,7 +141,7 @@ _KINDS: Mapping[ServiceKind, type[CommonConfig]] = {
     "decode": WorkerConfig,
 }
 
-_CHOSEN_BY_SERVE = frozenset({"role", "model", "host", "port", "bootstrap", "instance", "socket_dir"})
+_CHOSEN_BY_SERVE = frozenset({"role", "model", "host", "port", "advertise_host", "bootstrap", "instance", "socket_dir"})
 
 
 class ServeConfig(CommonConfig):

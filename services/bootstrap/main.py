@@ -15,6 +15,7 @@ from services.bootstrap.rank_table import RankTable
 from services.bootstrap.rooms import RoomBook
 from services.bootstrap.servicer import SERVICE_NAME, BootstrapServicer
 from services.config import BootstrapConfig, service_manager
+from services.runtime.addresses import bracketed
 from services.runtime.server import GrpcServer
 from services.runtime.tasks import Stop, TaskOwner
 from services.wire.bootstrap import WatchedService
@@ -34,7 +35,7 @@ async def run(config: BootstrapConfig, stop: Stop, on_ready: Callable[[dict[str,
     servicer = BootstrapServicer(table, RoomBook(config.rooms_kept), me, time.monotonic)
     tasks = TaskOwner("bootstrap", on_error=lambda name, exc: stop.request_now())
     server = await GrpcServer.start(
-        f"{config.host}:{config.port}",
+        f"{bracketed(config.host)}:{config.port}",
         lambda server: bootstrap_service_pb2_grpc.add_BootstrapServiceServicer_to_server(servicer, server),
         [SERVICE_NAME],
         leg=Leg.BOOTSTRAP,

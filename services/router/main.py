@@ -25,6 +25,7 @@ from services.router.metrics import RouterMetrics, WorkerFigures
 from services.router.rooms import RoomRecorder
 from services.router.table import WatchedTable
 from services.router.tokenizer import RouterTokenizer
+from services.runtime.addresses import dialable
 from services.runtime.channels import ChannelPool
 from services.runtime.tasks import Stop, TaskOwner
 from services.wire.bootstrap import WatchedService
@@ -67,7 +68,7 @@ async def run(config: RouterConfig, stop: Stop, on_ready: Callable[[dict[str, An
     listener, endpoint = _bind(config.host, config.port)
     port: int = listener.getsockname()[1]
     pool = ChannelPool(config.connect_timeout)
-    reachable = f"{_own_address()}:{port}" if config.host in _WILDCARDS else endpoint
+    reachable = f"{dialable(config.host, config.advertise_host)}:{port}"
     me = WatchedService(name="router", pid=os.getpid(), host=socket.gethostname(), http_endpoint=reachable)
     watcher = RosterWatcher(config.bootstrap, me, pool)
     table = WatchedTable(watcher.roster)
@@ -152,11 +153,3 @@ def _bind(host: str, port: int) -> tuple[socket.socket, str]:
     bound = listener.getsockname()[1]
     shown = _WILDCARDS.get(host, f"[{host}]" if ":" in host else host)
     return listener, f"{shown}:{bound}"
-
-
-def _own_address() -> str:
-    """Where other machines reach this one, as far as it knows."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"

@@ -6,7 +6,6 @@ Health speaks of this process alone and never depends on a peer.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from engine_core.types.errors import ConfigError, Leg
+from services.runtime.addresses import dialable
 from services.runtime.channels import KEEPALIVE_MS, MAX_MESSAGE_BYTES
 from services.runtime.errors import ErrorInterceptor
 
@@ -52,10 +52,12 @@ class GrpcServer:
         service_names: Sequence[str],
         *,
         leg: Leg = Leg.UNKNOWN,
+        advertise_host: str = "",
     ) -> GrpcServer:
         """Binds `address` ("host:port", port 0 picks one, or "unix:path"), lets `add` add servicers, and
         starts. `service_names` are the full names, such as pdmesh.decode.v1.DecodeService; `leg` names
-        this process in errors. Raises ConfigError when the address can't be had."""
+        this process in errors; peers are told `advertise_host` where what is bound would not do. Raises
+        ConfigError when the address can't be had."""
         server = grpc.aio.server(interceptors=[ErrorInterceptor(leg)], options=_OPTIONS)
         add(server)
         checks = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack aio
@@ -67,7 +69,7 @@ class GrpcServer:
         except RuntimeError as exc:
             raise ConfigError(f"cannot listen on {address}: {exc}", field="port") from exc
         unix = address.startswith("unix:")
-        endpoint = address if unix else f"{_dialable(address.rpartition(':')[0])}:{port}"
+        endpoint = address if unix else f"{dialable(address.rpartition(':')[0], advertise_host)}:{port}"
         made = cls(server, checks, service_names, endpoint, 0 if unix else port)
         await made.set_serving(False)  # before start: the overall status begins as SERVING otherwise
         await server.start()
@@ -87,13 +89,3 @@ class GrpcServer:
     async def wait(self) -> None:
         """Returns when the server has stopped."""
         await self._server.wait_for_termination()
-
-
-def _dialable(host: str) -> str:
-    """What peers can dial for a bound host: a wildcard becomes this machine's own address."""
-    if host not in ("0.0.0.0", "[::]", "::", ""):
-        return host
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"

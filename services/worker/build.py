@@ -35,6 +35,7 @@ from engine_core.types.ids import RankCoord
 from engine_core.types.request import Role
 from pdmesh.common.v1 import worker_pb2_grpc
 from services.config import WorkerConfig, service_manager
+from services.runtime.addresses import bracketed, is_loopback
 from services.runtime.channels import ChannelPool
 from services.runtime.server import GrpcServer
 from services.runtime.tasks import Stop, TaskOwner
@@ -192,10 +193,11 @@ class _Life:
             worker_pb2_grpc.add_WorkerServiceServicer_to_server(late, server)
 
         names = (*services.names, WORKER_SERVICE)
-        server = await GrpcServer.start(f"{config.host}:{config.port}", add, names, leg=leg)
+        address = f"{bracketed(config.host)}:{config.port}"
+        server = await GrpcServer.start(address, add, names, leg=leg, advertise_host=config.advertise_host)
         stack.push_async_callback(server.stop, _STOP_GRACE)
         stack.push_async_callback(session_tasks.close)
-        instance = config.instance or f"{config.role.value.lower()}-{server.port}"
+        instance = config.instance or _default_name(config, server.port)
         key = RowKey(instance, config.role, RankCoord())
         incarnation = await mint_above_holders(config.bootstrap, key, channels, config.connect_timeout)
         state = WorkerState(instance, config.role, incarnation, SessionTable(leg, incarnation), session_tasks)
@@ -360,6 +362,12 @@ class _Life:
         return not len(self.sessions) and (
             self.sessions.opened == 0 or (stats is not None and fresh and not stats.sessions)
         )
+
+
+def _default_name(config: WorkerConfig, port: int) -> str:
+    """A name that no other worker of the mesh has: beyond this machine the port alone would not do."""
+    host = "" if is_loopback(config.advertise_host or config.host) else f"{socket.gethostname()}-"
+    return f"{config.role.value.lower()}-{host}{port}"
 
 
 def _version() -> str:

@@ -8,6 +8,7 @@ import msgspec
 
 from engine_core.config import DisaggConfig, InferenceConfig, ModelConfig, SchedulerConfig
 from services.config import WorkerConfig
+from services.runtime.addresses import dialable
 
 
 def inference_config(config: WorkerConfig, socket_dir: str) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def inference_config(config: WorkerConfig, socket_dir: str) -> dict[str, Any]:
             disaggregation_mode=config.role,
             transfer_backend=config.transfer_backend,
             socket_dir=socket_dir,
-            tcp_host=config.transfer_host,
+            tcp_host=config.transfer_host or dialable(config.host, config.advertise_host).strip("[]"),
             verify_kv=config.verify_kv,
             script=config.transfer_script,
         ),

@@ -60,7 +60,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("instance", "role", "coord", "incarnation", "pid", "engine_pid", "host", "state", "load", "pairs", "streams", "tasks", "sessions", "uptime_seconds", "fingerprint", "loop_lag_p99_seconds", "counters")
+    __slots__ = ("instance", "role", "coord", "incarnation", "pid", "engine_pid", "host", "state", "load", "pairs", "streams", "tasks", "sessions", "uptime_seconds", "fingerprint", "loop_lag_p99_seconds", "counters", "drain_note", "drained", "stalled_seconds")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,9 @@ class GetStatsResponse(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LOOP_LAG_P99_SECONDS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_NOTE_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
+    STALLED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     instance: str
     role: _identity_pb2.Role
     coord: _identity_pb2.RankCoord
@@ -102,7 +105,10 @@ class GetStatsResponse(_message.Message):
     fingerprint: str
     loop_lag_p99_seconds: float
     counters: _containers.ScalarMap[str, float]
-    def __init__(self, instance: _Optional[str] = ..., role: _Optional[_Union[_identity_pb2.Role, str]] = ..., coord: _Optional[_Union[_identity_pb2.RankCoord, _Mapping]] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., engine_pid: _Optional[int] = ..., host: _Optional[str] = ..., state: _Optional[str] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., pairs: _Optional[_Iterable[_Union[TransferPair, _Mapping]]] = ..., streams: _Optional[int] = ..., tasks: _Optional[int] = ..., sessions: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., fingerprint: _Optional[str] = ..., loop_lag_p99_seconds: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    drain_note: str
+    drained: bool
+    stalled_seconds: float
+    def __init__(self, instance: _Optional[str] = ..., role: _Optional[_Union[_identity_pb2.Role, str]] = ..., coord: _Optional[_Union[_identity_pb2.RankCoord, _Mapping]] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., engine_pid: _Optional[int] = ..., host: _Optional[str] = ..., state: _Optional[str] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., pairs: _Optional[_Iterable[_Union[TransferPair, _Mapping]]] = ..., streams: _Optional[int] = ..., tasks: _Optional[int] = ..., sessions: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., fingerprint: _Optional[str] = ..., loop_lag_p99_seconds: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., drain_note: _Optional[str] = ..., drained: _Optional[bool] = ..., stalled_seconds: _Optional[float] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("rooms",)
@@ -157,13 +163,41 @@ class StopProfileResponse(_message.Message):
     def __init__(self, path: _Optional[str] = ...) -> None: ...
 
 class DrainWorkerRequest(_message.Message):
-    __slots__ = ("limit_seconds",)
+    __slots__ = ("limit_seconds", "force", "stop", "incarnation")
     LIMIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     limit_seconds: float
-    def __init__(self, limit_seconds: _Optional[float] = ...) -> None: ...
+    force: bool
+    stop: bool
+    incarnation: int
+    def __init__(self, limit_seconds: _Optional[float] = ..., force: _Optional[bool] = ..., stop: _Optional[bool] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class DrainWorkerResponse(_message.Message):
-    __slots__ = ("sessions",)
+    __slots__ = ("sessions", "last_pair")
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    LAST_PAIR_FIELD_NUMBER: _ClassVar[int]
     sessions: int
-    def __init__(self, sessions: _Optional[int] = ...) -> None: ...
+    last_pair: bool
+    def __init__(self, sessions: _Optional[int] = ..., last_pair: _Optional[bool] = ...) -> None: ...
+
+class ChangeRoleRequest(_message.Message):
+    __slots__ = ("role", "limit_seconds", "force", "incarnation")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    role: _identity_pb2.Role
+    limit_seconds: float
+    force: bool
+    incarnation: int
+    def __init__(self, role: _Optional[_Union[_identity_pb2.Role, str]] = ..., limit_seconds: _Optional[float] = ..., force: _Optional[bool] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class ChangeRoleResponse(_message.Message):
+    __slots__ = ("sessions", "changed")
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
+    sessions: int
+    changed: bool
+    def __init__(self, sessions: _Optional[int] = ..., changed: _Optional[bool] = ...) -> None: ...

@@ -60,6 +60,11 @@ class WorkerServiceStub:
                 request_serializer=pdmesh_dot_common_dot_v1_dot_worker__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=pdmesh_dot_common_dot_v1_dot_worker__pb2.DrainWorkerResponse.FromString,
                 _registered_method=True)
+        self.ChangeRole = channel.unary_unary(
+                '/pdmesh.common.v1.WorkerService/ChangeRole',
+                request_serializer=pdmesh_dot_common_dot_v1_dot_worker__pb2.ChangeRoleRequest.SerializeToString,
+                response_deserializer=pdmesh_dot_common_dot_v1_dot_worker__pb2.ChangeRoleResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -101,6 +106,13 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ChangeRole(self, request, context):
+        """ChangeRole drains the worker and brings it back in another role.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -128,6 +140,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.DrainWorker,
                     request_deserializer=pdmesh_dot_common_dot_v1_dot_worker__pb2.DrainWorkerRequest.FromString,
                     response_serializer=pdmesh_dot_common_dot_v1_dot_worker__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'ChangeRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeRole,
+                    request_deserializer=pdmesh_dot_common_dot_v1_dot_worker__pb2.ChangeRoleRequest.FromString,
+                    response_serializer=pdmesh_dot_common_dot_v1_dot_worker__pb2.ChangeRoleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -266,6 +283,33 @@ class WorkerService:
             '/pdmesh.common.v1.WorkerService/DrainWorker',
             pdmesh_dot_common_dot_v1_dot_worker__pb2.DrainWorkerRequest.SerializeToString,
             pdmesh_dot_common_dot_v1_dot_worker__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdmesh.common.v1.WorkerService/ChangeRole',
+            pdmesh_dot_common_dot_v1_dot_worker__pb2.ChangeRoleRequest.SerializeToString,
+            pdmesh_dot_common_dot_v1_dot_worker__pb2.ChangeRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -11,8 +11,6 @@ the worker named another.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from typing import Any
 
 import grpc
@@ -23,13 +21,14 @@ from engine_core.types.kv import Ticket
 from pdmesh.prefill.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 from services.runtime.channels import ChannelPool
 from services.runtime.errors import from_rpc_error, to_error_info
+from services.runtime.streams import Duplex
 from services.wire.bootstrap import RankRow
 from services.wire.generation import seconds_left, spec_to_proto, timings_from_proto
 from services.wire.transfer import shard_counts_from_proto, ticket_to_proto
 from services.worker.identity import WorkerIdentity
 from services.worker.session_handle import SessionHandle
 
-_Call = grpc.aio.StreamStreamCall[prefill_service_pb2.PrefillRequest, prefill_service_pb2.PrefillResponse]
+_Call = Duplex[prefill_service_pb2.PrefillRequest, prefill_service_pb2.PrefillResponse]
 
 
 class PrefillLeg:
@@ -65,21 +64,18 @@ class PrefillLeg:
         """Writes the ticket. A stream that is over says so in run(); here that is no error."""
         if self._call is None or self._cancelled:
             return
-        try:
-            await self._call.write(prefill_service_pb2.PrefillRequest(ticket=ticket_to_proto(ticket)))
+        if await self._call.write(prefill_service_pb2.PrefillRequest(ticket=ticket_to_proto(ticket))):
             await self._call.done_writing()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return
 
     def cancel(self) -> None:
         """Ends the stream from this side; a no-op when it has ended."""
         self._cancelled = True
-        if self._call is not None and not self._call.done():
+        if self._call is not None:
             self._call.cancel()
 
     async def _relay(self, stub: Any) -> None:
         spec = self._opened.spec
-        self._call = call = stub.Prefill(timeout=seconds_left(spec.deadline, Leg.PREFILL))
+        self._call = call = Duplex(stub.Prefill(timeout=seconds_left(spec.deadline, Leg.PREFILL)))
         request = prefill_service_pb2.OpenPrefill(
             request=spec_to_proto(spec, self._identity.fingerprint),
             prefill_incarnation=self._target.incarnation,
@@ -89,10 +85,9 @@ class PrefillLeg:
         )
         done = False
         try:
-            with contextlib.suppress(asyncio.InvalidStateError):  # over already: reading says why
-                await call.write(prefill_service_pb2.PrefillRequest(open=request))
-                if self._opened.without_transfer:
-                    await call.done_writing()
+            written = await call.write(prefill_service_pb2.PrefillRequest(open=request))
+            if written and self._opened.without_transfer:
+                await call.done_writing()
             async for message in call:
                 done = self._take(message) or done
         except grpc.aio.AioRpcError as exc:

@@ -8,7 +8,6 @@ async with Raw.of(mesh) as raw:
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable
@@ -26,6 +25,7 @@ from pdmesh.decode.v1 import decode_service_pb2, decode_service_pb2_grpc
 from pdmesh.prefill.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 from pdmesh.transfer.v1 import kv_layout_pb2, ticket_pb2, transfer_service_pb2, transfer_service_pb2_grpc
 from services.runtime.errors import from_rich_status
+from services.runtime.streams import Duplex
 from tests.support.mesh import Mesh
 
 TIMEOUT = 20.0
@@ -168,16 +168,14 @@ class Raw:
 
     async def stream(self, *messages: Any, after_start: bool = False, stub: Any = None) -> list[Any]:
         """A whole prefill stream: what prefill answered. The messages behind the first wait for STARTED if told to."""
-        call = (stub or self.prefill.Prefill)(timeout=TIMEOUT)
+        call: Duplex[Any, Any] = Duplex((stub or self.prefill.Prefill)(timeout=TIMEOUT))
         answers: list[Any] = []
         for i, message in enumerate(messages):
             if i == 1 and after_start:
                 answers.append(await call.read())
-            await _write(call, message)
-        await _write(call, None)
-        while (answer := await call.read()) is not grpc.aio.EOF:
-            answers.append(answer)
-        return answers
+            await call.write(message)
+        await call.done_writing()
+        return answers + [answer async for answer in call]
 
     async def refused(self, call: Awaitable[Any] | AsyncIterator[Any]) -> Refusal:
         """The error of a call that must fail, with its details. Raises AssertionError when it does not."""
@@ -199,13 +197,6 @@ class Raw:
             assert status is not None and from_rich_status(status) is not None, exc
             return exc.code().name
         return "OK"
-
-
-async def _write(call: Any, message: Any) -> None:
-    try:
-        await (call.done_writing() if message is None else call.write(message))
-    except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
-        return  # over already; reading says how
 
 
 def coord(tp: int) -> identity_pb2.RankCoord:

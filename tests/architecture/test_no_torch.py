@@ -13,7 +13,7 @@ import services
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PACKAGES = ("router", "bootstrap", "worker", "prefill", "decode", "cli", "wire", "runtime")
+PACKAGES = ("router", "bootstrap", "worker", "prefill", "decode", "cli", "wire", "runtime", "bench")
 
 PROBE = """
 import importlib, sys

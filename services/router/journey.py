@@ -38,6 +38,7 @@ from engine_core.types.ids import SessionId, mint_room
 from engine_core.types.request import Finish, FinishReason, GenerateSpec
 from engine_core.types.sampling import SamplingParams
 from pdmesh.decode.v1 import decode_service_pb2, decode_service_pb2_grpc
+from services.router.live import Outcome, Progress
 from services.router.mesh import Mesh
 from services.router.options import GenerationOptions
 from services.router.output_text import OutputText
@@ -117,22 +118,35 @@ class Journey:
         self._last_at = 0.0
         self._placed_at = 0.0
         self._fingerprint = ""
+        self._placement: Placement | None = None
         self._move("QUEUED")
+
+    def progress(self) -> Progress:
+        """Where this sample is now, for those who watch."""
+        state, since = self._trace.state_of(self.room)
+        placement = self._placement
+        prefill = "" if placement is None or placement.prefill is None else placement.prefill.instance.name
+        decode = "" if placement is None else placement.decode.instance.name
+        times = self._first_at, self._last_at
+        return Progress(state, since, self._attempt, self._received, *times, prefill, decode)
 
     async def run(self, sink: Sink, slot: AbstractAsyncContextManager[None]) -> SampleResult:
         """Waits for the slot, then gives every delta to `sink`, the last one with the result; returns it.
 
         Raises PdmeshError when no attempt succeeded, or the output broke off after it began.
         """
-        try:
-            async with slot:
-                return await self._run(sink)
-        except asyncio.CancelledError:
-            self._move("CANCELLED")
-            raise
-        except PdmeshError as exc:
-            self._move("FAILED", f"{exc.leg.value} {exc.reason}: {exc.message}")
-            raise
+        with self._mesh.live.track(self, self._spec) as entry:
+            try:
+                async with slot:
+                    result = await self._run(sink)
+            except asyncio.CancelledError:
+                self._move("CANCELLED")
+                raise
+            except PdmeshError as exc:
+                self._move("FAILED", f"{exc.leg.value} {exc.reason}: {exc.message}")
+                raise
+            entry.outcome = Outcome(result.finish_reason, result.timings, result.cached_tokens, result.transport)
+            return result
 
     async def _run(self, sink: Sink) -> SampleResult:
         avoid: set[int] = set()
@@ -169,6 +183,7 @@ class Journey:
         wanted = self._spec.options.max_tokens
         fits = limit if wanted is None else min(limit, wanted)
         self._limit = min(self._limit, fits) if self._limit else fits
+        self._placement = placement
         names = " + ".join(row.instance.name for row in placement.rows)
         self._placed_at = time.monotonic()
         self._move("PLACED", names)
@@ -280,6 +295,7 @@ class Journey:
         if self._received == 0:
             self._first_at = now
             self._mesh.metrics.ttft.observe(now - self._spec.arrival)
+            self._mesh.history.first_token(now - self._spec.arrival, count)
             self._move("FIRST_TOKEN")
             for _ in range(count - 1):  # they came with it
                 self._mesh.metrics.itl.observe(0.0)
@@ -288,6 +304,7 @@ class Journey:
                 self._mesh.leave(placement.prefill)
         else:
             gap = (now - self._last_at) / count
+            self._mesh.history.tokens(gap, count)
             for _ in range(count):
                 self._mesh.metrics.itl.observe(gap)
         self._last_at = now

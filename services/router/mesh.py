@@ -7,6 +7,8 @@ import time
 from collections import Counter
 
 from services.config import PlacementPolicy
+from services.router.history import History
+from services.router.live import LiveRequests
 from services.router.metrics import RouterMetrics
 from services.router.placement import Placement, Signals, choose
 from services.router.rooms import RoomRecorder
@@ -39,6 +41,8 @@ class Mesh:
         self.policy, self.recorder, self.metrics = policy, recorder, metrics
         self.max_attempts, self.peer_wait = max_attempts, peer_wait
         self.rng = rng or random.Random()
+        self.live = LiveRequests()
+        self.history = History()
         self.in_flight: Counter[int] = Counter()
         self._suspects: dict[int, float] = {}
         self._turn = 0

@@ -47,6 +47,10 @@ class Trace:
             del self.moves[0]
         self.moves.append(RouterMove(now, room, attempt, before, state, reason, now - since))
 
+    def state_of(self, room: int) -> tuple[str, float]:
+        """The state of a sample, and since when in seconds since the epoch."""
+        return self._states.get(room, ("", 0.0))
+
     def as_json(self) -> dict[str, Any]:
         """What GET /explain/{request_id} answers."""
         return {

@@ -45,6 +45,7 @@ class BootstrapConfig(CommonConfig):
     lease_ttl: float = Field(15.0, gt=0, description="Seconds after which a silent worker is LOST")
     lease_renewal: float = Field(5.0, gt=0, description="How often workers renew")
     rooms_kept: int = Field(100_000, ge=1, description="Routes of past requests that are kept")
+    metrics_port: int = Field(0, ge=-1, le=65535, description="HTTP port of /metrics; 0 takes a free one, -1 none")
 
 
 class WorkerConfig(CommonConfig):
@@ -56,6 +57,7 @@ class WorkerConfig(CommonConfig):
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one")
     bootstrap: tuple[str, ...] = Field(("127.0.0.1:18800",), description="Bootstrap addresses, all of them are told")
     advertise_host: str = Field("", description="Host that peers dial; by default --host, or this machine's address")
+    metrics_port: int = Field(0, ge=-1, le=65535, description="HTTP port of /metrics; 0 takes a free one, -1 none")
     instance: str = Field("", description="Name in the rank table; made of role and port by default")
     served_model_name: tuple[str, ...] = Field((), description="Names that clients may use; the first is canonical")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="Compute type; auto is the checkpoint's")
@@ -85,6 +87,10 @@ class WorkerConfig(CommonConfig):
     watchdog_timeout: float = Field(30.0, gt=0, description="Seconds without engine progress before it is killed")
     connect_timeout: float = Field(2.0, gt=0, description="Seconds to reach a peer")
     drain_timeout: float = Field(30.0, ge=0, description="Seconds that open requests get when stopping")
+    otlp_endpoint: str = Field("", description="OTLP/gRPC collector of traces: http://HOST:4317; by default none")
+    trace_sample_ratio: float = Field(
+        1.0, ge=0, le=1, description="Share of requests that are traced, where the client does not say"
+    )
 
 
 class PlacementPolicy(StrEnum):
@@ -123,6 +129,10 @@ class RouterConfig(CommonConfig):
     http_tls_cert: str = Field("", description="PEM file with the certificate chain of the HTTP port")
     http_tls_key: str = Field("", description="PEM file with that certificate's key")
     max_tokens_default: int = Field(0, ge=0, description="Limit of /v1/completions when a client names none; 0 is 16")
+    otlp_endpoint: str = Field("", description="OTLP/gRPC collector of traces: http://HOST:4317; by default none")
+    trace_sample_ratio: float = Field(
+        1.0, ge=0, le=1, description="Share of requests that are traced, where the client does not say"
+    )
 
 
 class QueryConfig(CommonConfig):

@@ -93,6 +93,7 @@ class DecodeSession:
     cached_tokens: int = 0
     prefill_timings: StageTimings = StageTimings()
     computing_at: float = 0.0
+    leg_at: float = 0.0
     awaiting_at: float = 0.0
     delivered_at: float = 0.0
     decoding_at: float = 0.0
@@ -310,7 +311,7 @@ class DecodeDisaggScheduler:
         return True
 
     def _finish(self, session: DecodeSession, reason: FinishReason, stop_token: int | None, now: float) -> Finish:
-        started = session.awaiting_at or session.computing_at
+        started = session.awaiting_at or session.computing_at or session.leg_at
         transferring = session.delivered_at - session.awaiting_at if session.delivered_at else 0.0
         computing = session.decoding_at - session.computing_at if session.computing_at and session.decoding_at else 0.0
         return Finish(
@@ -324,6 +325,8 @@ class DecodeDisaggScheduler:
                 computing,
                 transferring,
                 now - session.decoding_at if session.decoding_at else 0.0,
+                starting=started - session.leg_at if session.leg_at and started else 0.0,
+                first_token=session.token_at - session.awaiting_at if session.token_at and session.awaiting_at else 0.0,
             ),
             prefill_timings=session.prefill_timings,
         )
@@ -418,6 +421,7 @@ class DecodeDisaggScheduler:
                 if not may_open_leg(waiting_blocks, want, kv.available()):
                     return
                 waiting_blocks += want
+            session.leg_at = now
             session.request.advance(DecodeState.AWAITING_START, now, "leg opened")
             self._c.out.frame(OpenLeg(session.id))
 

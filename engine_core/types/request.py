@@ -56,12 +56,15 @@ class GenerateSpec(msgspec.Struct, frozen=True):
 
 
 class StageTimings(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds per stage in one engine."""
+    """Seconds per stage in one engine. In decode `starting` is the part of `queued` after the prefill stream was
+    asked for, and `first_token` the part of `transferring` before token 1."""
 
     queued: float = 0.0
     computing: float = 0.0
     transferring: float = 0.0
     decoding: float = 0.0
+    starting: float = 0.0
+    first_token: float = 0.0
 
 
 class Finish(msgspec.Struct, frozen=True):

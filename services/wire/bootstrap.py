@@ -108,6 +108,7 @@ class RankRow(msgspec.Struct, frozen=True):
     pid: int = 0
     engine_pid: int = 0
     revision: Revision = Revision(0, 0)
+    metrics_endpoint: str = ""
 
     @property
     def key(self) -> RowKey:
@@ -127,6 +128,7 @@ class WatchedService(msgspec.Struct, frozen=True):
     pid: int
     host: str
     http_endpoint: str = ""
+    metrics_endpoint: str = ""
 
 
 class RoomRoute(msgspec.Struct, frozen=True):
@@ -273,6 +275,7 @@ def row_to_proto(row: RankRow) -> rank_table_pb2.RankRow:
         pid=row.pid,
         engine_pid=row.engine_pid,
         revision=revision_to_proto(row.revision),
+        metrics_endpoint=row.metrics_endpoint,
     )
 
 
@@ -303,13 +306,18 @@ def row_from_proto(message: rank_table_pb2.RankRow, field: str = "row") -> RankR
         pid=checked_int(message.pid, f"{field}.pid", 0, MAX_INT32),
         engine_pid=checked_int(message.engine_pid, f"{field}.engine_pid", 0, MAX_INT32),
         revision=revision_from_proto(message.revision, f"{field}.revision"),
+        metrics_endpoint=checked_text(message.metrics_endpoint, f"{field}.metrics_endpoint", MAX_ENDPOINT),
     )
 
 
 def service_to_proto(service: WatchedService) -> rank_table_pb2.Service:
     """WatchedService as a message."""
     return rank_table_pb2.Service(
-        name=service.name, pid=service.pid, host=service.host, http_endpoint=service.http_endpoint
+        name=service.name,
+        pid=service.pid,
+        host=service.host,
+        http_endpoint=service.http_endpoint,
+        metrics_endpoint=service.metrics_endpoint,
     )
 
 
@@ -320,6 +328,7 @@ def service_from_proto(message: rank_table_pb2.Service, field: str = "watcher") 
         pid=checked_int(message.pid, f"{field}.pid", 0, MAX_INT32),
         host=checked_text(message.host, f"{field}.host"),
         http_endpoint=checked_text(message.http_endpoint, f"{field}.http_endpoint", MAX_ENDPOINT),
+        metrics_endpoint=checked_text(message.metrics_endpoint, f"{field}.metrics_endpoint", MAX_ENDPOINT),
     )
 
 

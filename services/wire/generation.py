@@ -147,12 +147,21 @@ def timings_to_proto(timings: StageTimings) -> generation_pb2.StageTimings:
         computing=timings.computing,
         transferring=timings.transferring,
         decoding=timings.decoding,
+        starting=timings.starting,
+        first_token=timings.first_token,
     )
 
 
 def timings_from_proto(message: generation_pb2.StageTimings) -> StageTimings:
     """Seconds per stage."""
-    return StageTimings(message.queued, message.computing, message.transferring, message.decoding)
+    return StageTimings(
+        message.queued,
+        message.computing,
+        message.transferring,
+        message.decoding,
+        message.starting,
+        message.first_token,
+    )
 
 
 def finish_to_proto(finish: Finish) -> decode_service_pb2.Finished:

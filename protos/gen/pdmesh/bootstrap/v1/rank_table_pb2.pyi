@@ -73,7 +73,7 @@ class InstanceSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., role: _Optional[_Union[_identity_pb2.Role, str]] = ..., dp_size: _Optional[int] = ..., cp_size: _Optional[int] = ..., tp_size: _Optional[int] = ..., fingerprint: _Optional[str] = ..., fingerprint_parts: _Optional[_Mapping[str, str]] = ..., served_model_names: _Optional[_Iterable[str]] = ..., max_model_len: _Optional[int] = ..., version: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., kv_capacity_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_running: _Optional[int] = ...) -> None: ...
 
 class RankRow(_message.Message):
-    __slots__ = ("instance", "coord", "endpoint", "incarnation", "layout", "descriptors", "state", "load", "host", "pid", "engine_pid", "revision")
+    __slots__ = ("instance", "coord", "endpoint", "incarnation", "layout", "descriptors", "state", "load", "host", "pid", "engine_pid", "revision", "metrics_endpoint")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     COORD_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +86,7 @@ class RankRow(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_PID_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     instance: InstanceSpec
     coord: _identity_pb2.RankCoord
     endpoint: str
@@ -98,19 +99,22 @@ class RankRow(_message.Message):
     pid: int
     engine_pid: int
     revision: Revision
-    def __init__(self, instance: _Optional[_Union[InstanceSpec, _Mapping]] = ..., coord: _Optional[_Union[_identity_pb2.RankCoord, _Mapping]] = ..., endpoint: _Optional[str] = ..., incarnation: _Optional[int] = ..., layout: _Optional[_Union[_kv_layout_pb2.KvLayout, _Mapping]] = ..., descriptors: _Optional[_Iterable[_Union[_kv_layout_pb2.TransferDescriptor, _Mapping]]] = ..., state: _Optional[_Union[MembershipState, str]] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., engine_pid: _Optional[int] = ..., revision: _Optional[_Union[Revision, _Mapping]] = ...) -> None: ...
+    metrics_endpoint: str
+    def __init__(self, instance: _Optional[_Union[InstanceSpec, _Mapping]] = ..., coord: _Optional[_Union[_identity_pb2.RankCoord, _Mapping]] = ..., endpoint: _Optional[str] = ..., incarnation: _Optional[int] = ..., layout: _Optional[_Union[_kv_layout_pb2.KvLayout, _Mapping]] = ..., descriptors: _Optional[_Iterable[_Union[_kv_layout_pb2.TransferDescriptor, _Mapping]]] = ..., state: _Optional[_Union[MembershipState, str]] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., engine_pid: _Optional[int] = ..., revision: _Optional[_Union[Revision, _Mapping]] = ..., metrics_endpoint: _Optional[str] = ...) -> None: ...
 
 class Service(_message.Message):
-    __slots__ = ("name", "pid", "host", "http_endpoint")
+    __slots__ = ("name", "pid", "host", "http_endpoint", "metrics_endpoint")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     HTTP_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     name: str
     pid: int
     host: str
     http_endpoint: str
-    def __init__(self, name: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., http_endpoint: _Optional[str] = ...) -> None: ...
+    metrics_endpoint: str
+    def __init__(self, name: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., http_endpoint: _Optional[str] = ..., metrics_endpoint: _Optional[str] = ...) -> None: ...
 
 class RoomRoute(_message.Message):
     __slots__ = ("room", "attempt", "request_id", "prefill_instance", "prefill_dp", "prefill_incarnation", "decode_instance", "decode_dp", "decode_incarnation")

@@ -99,13 +99,17 @@ class GenerationRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[_identity_pb2.SessionId, _Mapping]] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., emitted_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., arrival_unix_ms: _Optional[int] = ..., fingerprint: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class StageTimings(_message.Message):
-    __slots__ = ("queued", "computing", "transferring", "decoding")
+    __slots__ = ("queued", "computing", "transferring", "decoding", "starting", "first_token")
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     COMPUTING_FIELD_NUMBER: _ClassVar[int]
     TRANSFERRING_FIELD_NUMBER: _ClassVar[int]
     DECODING_FIELD_NUMBER: _ClassVar[int]
+    STARTING_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     queued: float
     computing: float
     transferring: float
     decoding: float
-    def __init__(self, queued: _Optional[float] = ..., computing: _Optional[float] = ..., transferring: _Optional[float] = ..., decoding: _Optional[float] = ...) -> None: ...
+    starting: float
+    first_token: float
+    def __init__(self, queued: _Optional[float] = ..., computing: _Optional[float] = ..., transferring: _Optional[float] = ..., decoding: _Optional[float] = ..., starting: _Optional[float] = ..., first_token: _Optional[float] = ...) -> None: ...

@@ -17,12 +17,12 @@ from rich.console import Console
 
 from engine_core.types.errors import NotFoundError, UnavailableError
 from pdmesh.bootstrap.v1 import bootstrap_service_pb2, bootstrap_service_pb2_grpc, rank_table_pb2
-from pdmesh.common.v1 import worker_pb2, worker_pb2_grpc
 from services.cli.options import add_command
-from services.cli.status import ask, get_table, plain_table, wide_console
+from services.cli.status import get_table, plain_table, wide_console
 from services.config import QueryConfig, load
 from services.runtime.channels import ChannelPool
 from services.runtime.tasks import run
+from services.worker.survey import ask, ask_moves, router_move, worker_move
 
 
 def add_command_to(app: typer.Typer) -> None:
@@ -76,9 +76,9 @@ async def collect(bootstrap: str, request_id: str, timeout: float) -> dict[str, 
         moves = [move for answer in from_routers for move in answer["moves"]]
         silent = []
         endpoints = {row.endpoint: row.instance.name for row in table.rows}
-        answers = await asyncio.gather(*(_ask_worker(pool, e, rooms, timeout) for e in endpoints))
+        answers = await asyncio.gather(*(ask_moves(pool, e, rooms, timeout) for e in endpoints))
         for name, (found_moves, error) in zip(endpoints.values(), answers, strict=True):
-            moves += [_move(name, move) for move in found_moves]
+            moves += [worker_move(name, move) for move in found_moves]
             if error:
                 silent.append({"process": name, "error": error})
     finally:
@@ -107,43 +107,6 @@ async def _ask_routers(services: Any, request_id: str, timeout: float) -> list[d
             moves = [router_move(move) for move in data.get("moves", ())]
             answers.append({"rooms": data.get("rooms", ()), "moves": moves})
     return answers
-
-
-def router_move(move: dict[str, Any]) -> dict[str, Any]:
-    """A move as the router writes it, in the form that all moves have here."""
-    return {
-        "unix_seconds": float(move.get("unix_seconds", 0.0)),
-        "process": "router",
-        "room": int(move.get("room", 0)),
-        "attempt": int(move.get("attempt", 0)),
-        "machine": str(move.get("machine", "request")),
-        "from": str(move.get("from_state", "")),
-        "to": str(move.get("to_state", "")),
-        "seconds": float(move.get("seconds", 0.0)),
-        "reason": str(move.get("reason", "")),
-    }
-
-
-async def _ask_worker(
-    pool: ChannelPool, endpoint: str, rooms: set[int], timeout: float
-) -> tuple[list[worker_pb2.StateMove], str]:
-    stub = worker_pb2_grpc.WorkerServiceStub(pool.get(endpoint))
-    answer, error = await ask(stub.Explain(worker_pb2.ExplainRequest(rooms=sorted(rooms)), timeout=timeout))
-    return (list(answer.moves) if answer is not None else [], error)
-
-
-def _move(process: str, move: worker_pb2.StateMove) -> dict[str, Any]:
-    return {
-        "unix_seconds": move.unix_seconds,
-        "process": process,
-        "room": move.session.room,
-        "attempt": move.session.attempt,
-        "machine": move.machine,
-        "from": move.from_state,
-        "to": move.to_state,
-        "seconds": move.seconds,
-        "reason": move.reason,
-    }
 
 
 def _route(route: rank_table_pb2.RoomRoute) -> dict[str, Any]:

@@ -7,29 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import grpc
 import httpx
 import typer
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from engine_core.types.errors import UnavailableError
 from pdmesh.bootstrap.v1 import bootstrap_service_pb2, bootstrap_service_pb2_grpc, rank_table_pb2
-from pdmesh.common.v1 import identity_pb2, worker_pb2, worker_pb2_grpc
 from services.cli.options import add_command
 from services.config import QueryConfig, load
 from services.runtime.channels import ChannelPool
 from services.runtime.tasks import run
-
-T = TypeVar("T")
-_KV = ("total", "free", "used", "cached", "pinned", "quarantined")
-_UNHEALTHY = "NO ANSWER"
+from services.worker.survey import KV_STATES, ask_rank
 
 
 def add_command_to(app: typer.Typer) -> None:
@@ -69,7 +63,7 @@ async def collect(bootstrap: str, timeout: float) -> dict[str, Any]:
     pool = ChannelPool(timeout)
     try:
         table = await get_table(pool, bootstrap, timeout)
-        ranks = await asyncio.gather(*(_rank(pool, row, timeout) for row in table.rows))
+        ranks = await asyncio.gather(*(ask_rank(pool, row, timeout) for row in table.rows))
         routers = await _answering(table.services, timeout)
     finally:
         await pool.close()
@@ -104,81 +98,6 @@ async def get_table(pool: ChannelPool, bootstrap: str, timeout: float) -> bootst
         return table
     except grpc.aio.AioRpcError as exc:
         raise UnavailableError(f"Bootstrap at {bootstrap} does not answer: {exc.code().name} {exc.details()}") from exc
-
-
-async def ask(call: Awaitable[T]) -> tuple[T | None, str]:
-    """The answer, or None and why there is none."""
-    try:
-        return await call, ""
-    except grpc.aio.AioRpcError as exc:
-        return None, f"{exc.code().name}: {exc.details()}"
-
-
-async def _rank(pool: ChannelPool, row: rank_table_pb2.RankRow, timeout: float) -> dict[str, Any]:
-    channel = pool.get(row.endpoint)
-    (live, error), (health, _) = await asyncio.gather(
-        ask(worker_pb2_grpc.WorkerServiceStub(channel).GetStats(worker_pb2.GetStatsRequest(), timeout=timeout)),
-        ask(health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)),
-    )
-    return rank_as_data(row, live, error, health)
-
-
-def rank_as_data(
-    row: rank_table_pb2.RankRow,
-    live: worker_pb2.GetStatsResponse | None,
-    error: str = "",
-    health: health_pb2.HealthCheckResponse | None = None,
-) -> dict[str, Any]:
-    """One rank: what it says itself, or else what the table says of it."""
-    state = rank_table_pb2.MembershipState.Name(row.state).removeprefix("MEMBERSHIP_STATE_")
-    source: Any = row if live is None else live
-    role = row.instance.role if live is None else live.role
-    return {
-        "instance": row.instance.name,
-        "role": identity_pb2.Role.Name(role).removeprefix("ROLE_"),
-        "dp": row.coord.dp,
-        "cp": row.coord.cp,
-        "tp": row.coord.tp,
-        "endpoint": row.endpoint,
-        "incarnation": source.incarnation,
-        "pid": source.pid,
-        "engine_pid": source.engine_pid,
-        "host": source.host,
-        "state": state if live is None else live.state or state,
-        "table_state": state,
-        "answers": live is not None,
-        "error": error,
-        "health": _UNHEALTHY if health is None else health_pb2.HealthCheckResponse.ServingStatus.Name(health.status),
-        "load": {
-            "running": source.load.running,
-            "queued": source.load.queued,
-            "queued_tokens": source.load.queued_tokens,
-        },
-        "kv": {name: getattr(source.load.kv, name) for name in _KV},
-        "pairs": [] if live is None else [_pair(pair) for pair in live.pairs],
-        "sessions": 0 if live is None else live.sessions,
-        "streams": 0 if live is None else live.streams,
-        "tasks": 0 if live is None else live.tasks,
-        "uptime_seconds": 0.0 if live is None else live.uptime_seconds,
-        "loop_lag_p99_seconds": 0.0 if live is None else live.loop_lag_p99_seconds,
-        "counters": {} if live is None else dict(live.counters),
-        "fingerprint": row.instance.fingerprint,
-        "models": list(row.instance.served_model_names),
-        "max_model_len": row.instance.max_model_len,
-    }
-
-
-def _pair(pair: worker_pb2.TransferPair) -> dict[str, Any]:
-    return {
-        "peer_instance": pair.peer_instance,
-        "peer_incarnation": pair.peer_incarnation,
-        "transport": pair.transport,
-        "reason": pair.reason,
-        "up": pair.up,
-        "bytes": pair.bytes,
-        "seconds": pair.seconds,
-        "failures": pair.failures,
-    }
 
 
 async def _answering(services: Any, timeout: float) -> list[dict[str, Any]]:
@@ -227,13 +146,13 @@ def show(status: dict[str, Any], console: Console) -> None:
     ranks = plain_table(
         "instance", "role", "dp.cp.tp", "state", "health", "endpoint", "pid", "engine", "running", "queued"
     )
-    kv = plain_table("instance", *_KV, "incarnation", "up for", title="KV blocks")
+    kv = plain_table("instance", *KV_STATES, "incarnation", "up for", title="KV blocks")
     pairs = plain_table("instance", "peer", "transport", "why", "up", "MB", "GB/s", "failures", title="Transfer pairs")
     for r in status["ranks"]:
         place = f"{r['dp']}.{r['cp']}.{r['tp']}"
         numbers = [str(n) for n in (r["pid"], r["engine_pid"], r["load"]["running"], r["load"]["queued"])]
         ranks.add_row(r["instance"], r["role"], place, r["state"], r["health"], r["endpoint"], *numbers)
-        blocks = [str(r["kv"][name]) for name in _KV]
+        blocks = [str(r["kv"][name]) for name in KV_STATES]
         kv.add_row(r["instance"], *blocks, str(r["incarnation"]), f"{r['uptime_seconds']:.0f} s")
         for p in r["pairs"]:
             rate = f"{p['bytes'] / p['seconds'] / 1e9:.2f}" if p["seconds"] > 0 else "-"

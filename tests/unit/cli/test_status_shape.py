@@ -8,9 +8,9 @@ from rich.console import Console
 
 from pdmesh.bootstrap.v1 import rank_table_pb2
 from pdmesh.common.v1 import identity_pb2, worker_pb2
-from services.cli.explain import router_move
 from services.cli.explain import show as show_timeline
-from services.cli.status import rank_as_data, show
+from services.cli.status import show
+from services.worker.survey import rank_as_data, router_move
 
 KV = worker_pb2.KvUsage(total=64, free=60, used=1, cached=3)
 

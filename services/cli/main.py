@@ -14,7 +14,7 @@ from services.config import quiet_grpc
 
 quiet_grpc()  # counts only before grpc is imported
 
-from services.cli import explain, model, serve, single, status  # noqa: E402
+from services.cli import explain, health, model, serve, single, status  # noqa: E402
 
 app = typer.Typer(
     help="LLM serving with prefill and decode on separate workers.",
@@ -37,6 +37,14 @@ def version() -> None:
     from importlib.metadata import version as installed
 
     print(f"pdmesh {installed('pdmesh')}")
+
+
+@app.command(
+    "health", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
+def ask_health(context: typer.Context) -> int:
+    """Ask one process whether it serves: 0 when it does, 1 with the reason when not."""
+    return health.main(context.args)
 
 
 def run(arguments: Sequence[str]) -> int:

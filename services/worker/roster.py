@@ -100,6 +100,10 @@ class Roster:
         """True while any watch is up."""
         return any(table.lost_at is None for table in self._tables.values())
 
+    def contact(self, bootstrap: str) -> bool:
+        """True while the watch of this Bootstrap is up."""
+        return self._tables[bootstrap].lost_at is None
+
     def resume_after(self, bootstrap: str) -> Revision | None:
         """What to resume this Bootstrap's watch after."""
         return self._tables[bootstrap].revision

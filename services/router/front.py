@@ -249,7 +249,9 @@ class Front:
 
     def count_end(self, path: str, failure: BaseException | None, *, started: bool = False) -> None:
         """Counts one HTTP request by how it ended."""
-        self.metrics.requests.labels(path, _end_of(failure, started=started)).inc()
+        how = _end_of(failure, started=started)
+        self.metrics.requests.labels(path, how).inc()
+        self.mesh.history.end(how)
 
 
 def _end_of(failure: BaseException | None, *, started: bool) -> str:

@@ -101,6 +101,9 @@ class PlacementPolicy(StrEnum):
     LEAST_LOAD = "least_load"
 
 
+_LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+
+
 class RouterConfig(CommonConfig):
     """The OpenAI-compatible front."""
 
@@ -129,6 +132,12 @@ class RouterConfig(CommonConfig):
     http_tls_cert: str = Field("", description="PEM file with the certificate chain of the HTTP port")
     http_tls_key: str = Field("", description="PEM file with that certificate's key")
     max_tokens_default: int = Field(0, ge=0, description="Limit of /v1/completions when a client names none; 0 is 16")
+    console: bool | None = Field(None, description="Web console at /console; by default on a loopback address alone")
+
+    @property
+    def serves_console(self) -> bool:
+        """Whether there is a console: as told, else where only this machine can look."""
+        return self.host in _LOOPBACK if self.console is None else self.console
     otlp_endpoint: str = Field("", description="OTLP/gRPC collector of traces: http://HOST:4317; by default none")
     trace_sample_ratio: float = Field(
         1.0, ge=0, le=1, description="Share of requests that are traced, where the client does not say"

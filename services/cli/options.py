@@ -58,7 +58,7 @@ def _annotation(name: str, field: FieldInfo) -> Any:
     text = field.description or ""
     if not field.is_required() and field.default not in ("", (), None) and field.default_factory is None:
         text = f"{text} [default: {_shown(field.default)}]"
-    if field.annotation is bool:
+    if field.annotation in (bool, bool | None):
         return Annotated[bool | None, typer.Option(f"{flag}/--no-{flag[2:]}", help=text, show_default=False)]
     option = typer.Option(flag, help=text, metavar=_metavar(field.annotation), show_default=False)
     return (

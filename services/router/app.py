@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from engine_core.types.errors import CancelledSessionError, PdmeshError
+from services.router.console.routes import console_routes
 from services.router.front import Front
 from services.router.http import RequestIds, as_pdmesh_error, error_response, json_response
 from services.router.openai_schema import (
@@ -34,6 +35,8 @@ def make_app(front: Front) -> FastAPI:
     app = FastAPI(title="pdmesh", version=metadata.version("pdmesh"), docs_url=None, redoc_url=None)
     for routes in (openai_routes, native_routes, ops_routes):
         app.include_router(routes(front))
+    if front.config.serves_console:
+        app.include_router(console_routes(front))
     app.add_middleware(RequestIds)
 
     async def on_error(request: Request, exc: Exception) -> Response:

@@ -22,6 +22,7 @@ from services.router.app import make_app
 from services.router.front import Front, ModelInfo
 from services.router.mesh import Mesh
 from services.router.metrics import RouterMetrics, WorkerFigures
+from services.router.overview import keep_history
 from services.router.rooms import RoomRecorder
 from services.router.table import WatchedTable
 from services.router.tokenizer import RouterTokenizer
@@ -94,6 +95,8 @@ async def run(config: RouterConfig, stop: Stop, on_ready: Callable[[dict[str, An
     try:
         watcher.start()
         tasks.spawn(recorder.run(), "rooms")
+        if config.serves_console:
+            tasks.spawn(keep_history(front), "history")
         if not await watcher.wait_synced(_SYNC_TIMEOUT):
             log.warning("no Bootstrap answers yet: %s", ", ".join(config.bootstrap))
         serving = tasks.spawn(server.serve([listener]), "http")

@@ -25,6 +25,8 @@ class Tally:
     """time.perf_counter() of the level's start; 0 before it."""
     in_flight: int = 0
     completed: int = 0
+    over: int = 0
+    """Requests that ended, however."""
     errors: int = 0
     rejected: int = 0
     """Answers 429."""
@@ -39,13 +41,14 @@ class Tally:
     def begin(self, plan: LevelPlan, phase: str, now: float) -> None:
         """A level, or its warm-up, starts."""
         self.plan, self.phase, self.started = plan, phase, now
-        self.in_flight = self.completed = self.errors = self.rejected = self.chunks = 0
+        self.in_flight = self.completed = self.over = self.errors = self.rejected = self.chunks = 0
         self.ttfts.clear()
         self.gaps.clear()
         self.rates.clear()
 
     def ended(self, outcome: Outcome) -> None:
         """A request ended."""
+        self.over += 1
         self.rejected += len(outcome.retry_afters)
         if outcome.ok:
             self.completed += 1
@@ -58,9 +61,8 @@ class Tally:
         plan = self.plan
         if plan is None or not self.started:
             return 0.0
-        ended = self.completed + self.errors + self.rejected
         total = len(plan.asks) or plan.requests
-        shares = [ended / total] if total else []
+        shares = [self.over / total] if total else []
         if plan.duration:
             shares.append((now - self.started) / plan.duration)
         return min(1.0, max(shares, default=0.0))

@@ -35,6 +35,9 @@ class CommonConfig(_Config):
     tls_cert: str = Field("", description="PEM file with this process's certificate chain, for gRPC with mTLS")
     tls_key: str = Field("", description="PEM file with the certificate's key")
     tls_ca: str = Field("", description="PEM file with the authorities whose certificates peers must have")
+    tls_name: str = Field("", description="Name that peers' certificates must have; by default the host that is dialled")
+    insecure: bool = Field(False, description="Listen beyond this machine though nothing asks callers who they are")
+    log_prompts: bool = Field(False, description="Let logs hold the text of prompts and answers")
 
 
 class BootstrapConfig(CommonConfig):
@@ -138,6 +141,7 @@ class RouterConfig(CommonConfig):
     def serves_console(self) -> bool:
         """Whether there is a console: as told, else where only this machine can look."""
         return self.host in _LOOPBACK if self.console is None else self.console
+
     otlp_endpoint: str = Field("", description="OTLP/gRPC collector of traces: http://HOST:4317; by default none")
     trace_sample_ratio: float = Field(
         1.0, ge=0, le=1, description="Share of requests that are traced, where the client does not say"
@@ -161,6 +165,10 @@ _KINDS: Mapping[ServiceKind, type[CommonConfig]] = {
 }
 
 _CHOSEN_BY_SERVE = frozenset({"role", "model", "host", "port", "advertise_host", "bootstrap", "instance", "socket_dir"})
+
+
+_OF_ALL = ("mesh_token_file", "tls_cert", "tls_key", "tls_ca", "tls_name", "insecure", "log_prompts")
+"""What every process of a mesh must be told alike."""
 
 
 class ServeConfig(CommonConfig):
@@ -197,6 +205,7 @@ class ServeConfig(CommonConfig):
         """The values, by field, that differ from the defaults of that service."""
         fields = _KINDS[kind].model_fields
         own = {n: getattr(self, n) for n in ("model", "log_level", "log_format", "drain_timeout") if n in fields}
+        own |= {n: getattr(self, n) for n in _OF_ALL if getattr(self, n)}
         passed = {n: v for n, v in self.options.items() if n in fields}
         values = own | passed | dict(self.overrides.get(kind, {})) | chosen
         if "role" in fields:

@@ -7,6 +7,7 @@ PdmeshError
 ├── QueueFullError             bounded queue is full                     RESOURCE_EXHAUSTED   429
 ├── UnavailableError           nobody can serve it now                   UNAVAILABLE          503
 │   └── PeerFailedError        another leg failed                        UNAVAILABLE          503
+├── UnauthenticatedError       a peer has not shown that it belongs here UNAUTHENTICATED      503
 ├── FencedError                another incarnation or attempt            FAILED_PRECONDITION  409
 ├── DeadlineError              the deadline passed                       DEADLINE_EXCEEDED    504
 ├── CancelledSessionError      the caller went away                      CANCELLED            499
@@ -101,6 +102,14 @@ class PeerFailedError(UnavailableError):
     """Another leg of the request failed; `leg` and `peer_incarnation` say which."""
 
     reason = "PEER_FAILED"
+
+
+class UnauthenticatedError(PdmeshError):
+    """A caller has not shown the mesh's token, or a process it called refused the one that it showed. An operator's
+    fault, never a client's; another worker may be set up rightly."""
+
+    reason = "UNAUTHENTICATED"
+    retryable = True
 
 
 class FencedError(PdmeshError):

@@ -16,6 +16,7 @@ from services.bootstrap.rooms import RoomBook
 from services.bootstrap.servicer import SERVICE_NAME, BootstrapServicer
 from services.config import BootstrapConfig, service_manager
 from services.runtime.addresses import bracketed
+from services.runtime.security import Security
 from services.runtime.server import GrpcServer
 from services.runtime.tasks import Stop, TaskOwner
 from services.wire.bootstrap import WatchedService
@@ -29,6 +30,7 @@ async def run(config: BootstrapConfig, stop: Stop, on_ready: Callable[[dict[str,
     `on_ready` gets {"service", "endpoint", "port", "pid", "epoch"}. Raises ConfigError when the address
     can't be had.
     """
+    security = Security.of(config)
     epoch = mint_incarnation()
     table = RankTable(epoch, ttl=config.lease_ttl, renew=config.lease_renewal)
     me = WatchedService(name="bootstrap", pid=os.getpid(), host=socket.gethostname())
@@ -39,8 +41,10 @@ async def run(config: BootstrapConfig, stop: Stop, on_ready: Callable[[dict[str,
         lambda server: bootstrap_service_pb2_grpc.add_BootstrapServiceServicer_to_server(servicer, server),
         [SERVICE_NAME],
         leg=Leg.BOOTSTRAP,
+        security=security,
     )
     try:
+        tasks.spawn(security.watch(), "key files")
         tasks.spawn(servicer.expire_forever(), "expire")
         tasks.spawn(servicer.publish_loads_forever(), "loads")
         await server.set_serving(True)

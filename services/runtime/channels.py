@@ -3,6 +3,9 @@
 Ask the pool for a channel each time; don't keep one. A channel that nobody asked for in `idle_seconds`
 and nobody holds with use() is closed, so endpoints of workers that are long gone don't pile up. Closing
 cancels calls: that is why the idle time is longer than any request, and longer streams go through use().
+
+With `security` channels show the mesh's token and this process's certificate. When the certificate changes, the next
+to ask gets a new channel; calls on the former one go on.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 
 import grpc
 
+from services.runtime.security import Security
 from services.runtime.tasks import TaskOwner
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -46,10 +50,10 @@ def channel_options(connect_timeout: float) -> list[tuple[str, Any]]:
 
 
 class _Entry:
-    __slots__ = ("channel", "last_asked", "users")
+    __slots__ = ("channel", "generation", "last_asked", "users")
 
-    def __init__(self, channel: grpc.aio.Channel, now: float) -> None:
-        self.channel, self.last_asked, self.users = channel, now, 0
+    def __init__(self, channel: grpc.aio.Channel, generation: int, now: float) -> None:
+        self.channel, self.generation, self.last_asked, self.users = channel, generation, now, 0
 
 
 class ChannelPool:
@@ -59,13 +63,17 @@ class ChannelPool:
         self,
         connect_timeout: float = 2.0,
         *,
+        security: Security | None = None,
         idle_seconds: float = 900.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = channel_options(connect_timeout)
+        self._security = security if security is not None else Security()
         self._idle_seconds = idle_seconds
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
+        self._former: list[_Entry] = []
+        """Channels with a certificate of before, for the calls that run on them."""
         self._tasks = TaskOwner("channels")
 
     def get(self, endpoint: str) -> grpc.aio.Channel:
@@ -91,25 +99,34 @@ class ChannelPool:
     async def close(self) -> None:
         """Closes all channels; calls that still run are cancelled."""
         await self._tasks.close()
-        entries, self._entries = list(self._entries.values()), {}
+        entries = [*self._entries.values(), *self._former]
+        self._entries, self._former = {}, []
         for entry in entries:
             await entry.channel.close(None)
 
     def _entry(self, endpoint: str) -> _Entry:
-        now = self._clock()
+        now, generation = self._clock(), self._security.channel_generation
         entry = self._entries.get(endpoint)
-        if entry is None:
+        if entry is None or entry.generation != generation:
             self._evict(now)
-            entry = _Entry(grpc.aio.insecure_channel(endpoint, options=self._options), now)
+            if entry is not None:
+                self._former.append(entry)
+            entry = _Entry(self._security.channel(endpoint, self._options), generation, now)
             self._entries[endpoint] = entry
         entry.last_asked = now
         return entry
 
     def _evict(self, now: float) -> None:
         for endpoint, entry in list(self._entries.items()):
-            if entry.users == 0 and now - entry.last_asked > self._idle_seconds:
+            if self._idle(entry, now):
                 del self._entries[endpoint]
                 self._tasks.spawn(_close(entry.channel), f"close {endpoint}")
+        for entry in [former for former in self._former if self._idle(former, now)]:
+            self._former.remove(entry)
+            self._tasks.spawn(_close(entry.channel), "close a former channel")
+
+    def _idle(self, entry: _Entry, now: float) -> bool:
+        return entry.users == 0 and now - entry.last_asked > self._idle_seconds
 
 
 async def _close(channel: grpc.aio.Channel) -> None:

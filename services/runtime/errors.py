@@ -34,9 +34,11 @@ from engine_core.types.errors import (
     PdmeshError,
     PeerFailedError,
     QueueFullError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from pdmesh.common.v1 import error_detail_pb2
+from services.runtime.tls import hint
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ STATUS: dict[type[PdmeshError], tuple[grpc.StatusCode, int]] = {
     QueueFullError: (grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
     UnavailableError: (grpc.StatusCode.UNAVAILABLE, 503),
     PeerFailedError: (grpc.StatusCode.UNAVAILABLE, 503),
+    UnauthenticatedError: (grpc.StatusCode.UNAUTHENTICATED, 503),
     FencedError: (grpc.StatusCode.FAILED_PRECONDITION, 409),
     DeadlineError: (grpc.StatusCode.DEADLINE_EXCEEDED, 504),
     CancelledSessionError: (grpc.StatusCode.CANCELLED, 499),
@@ -65,6 +68,7 @@ _BY_CODE: dict[grpc.StatusCode, type[PdmeshError]] = {
     grpc.StatusCode.UNAVAILABLE: PeerFailedError,
     # Our own cancel surfaces as asyncio.CancelledError; this status means that the peer gave up the call.
     grpc.StatusCode.CANCELLED: PeerFailedError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
     grpc.StatusCode.FAILED_PRECONDITION: FencedError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
 }
@@ -176,7 +180,8 @@ def from_rpc_error(exc: grpc.aio.AioRpcError, leg: Leg) -> PdmeshError:
     if exc.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
         return InternalError(message, leg=leg, reason="MESSAGE_TOO_LARGE")
     kind = _BY_CODE.get(exc.code(), InternalError)
-    return kind(f"{leg.value}: {message}", leg=leg)
+    advice = hint(message) if exc.code() is grpc.StatusCode.UNAVAILABLE else ""
+    return kind(f"{leg.value}: {message}{f' ({advice})' if advice else ''}", leg=leg)
 
 
 def to_error_info(exc: PdmeshError) -> ErrorInfo:

@@ -17,6 +17,7 @@ from engine_core.types.errors import ConfigError, Leg
 from services.runtime.addresses import dialable
 from services.runtime.channels import KEEPALIVE_MS, MAX_MESSAGE_BYTES
 from services.runtime.errors import ErrorInterceptor
+from services.runtime.security import Security
 
 _OPTIONS = [
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
@@ -53,22 +54,27 @@ class GrpcServer:
         *,
         leg: Leg = Leg.UNKNOWN,
         advertise_host: str = "",
+        security: Security | None = None,
     ) -> GrpcServer:
         """Binds `address` ("host:port", port 0 picks one, or "unix:path"), lets `add` add servicers, and
         starts. `service_names` are the full names, such as pdmesh.decode.v1.DecodeService; `leg` names
-        this process in errors; peers are told `advertise_host` where what is bound would not do. Raises
-        ConfigError when the address can't be had."""
-        server = grpc.aio.server(interceptors=[ErrorInterceptor(leg)], options=_OPTIONS)
+        this process in errors; peers are told `advertise_host` where what is bound would not do. Callers must
+        show what `security` asks for. Raises ConfigError when the address can't be had, or could be reached from
+        other machines while nothing protects it."""
+        protection = security if security is not None else Security()
+        unix = address.startswith("unix:")
+        if not unix:
+            protection.check_host(address.rpartition(":")[0])
+        server = grpc.aio.server(interceptors=[*protection.interceptors(leg), ErrorInterceptor(leg)], options=_OPTIONS)
         add(server)
         checks = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack aio
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
         names = [*service_names, health.SERVICE_NAME]
         reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
         try:
-            port = server.add_insecure_port(address)
+            port = protection.add_port(server, address)
         except RuntimeError as exc:
             raise ConfigError(f"cannot listen on {address}: {exc}", field="port") from exc
-        unix = address.startswith("unix:")
         endpoint = address if unix else f"{dialable(address.rpartition(':')[0], advertise_host)}:{port}"
         made = cls(server, checks, service_names, endpoint, 0 if unix else port)
         await made.set_serving(False)  # before start: the overall status begins as SERVING otherwise

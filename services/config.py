@@ -153,6 +153,7 @@ class QueryConfig(CommonConfig):
 
     bootstrap: tuple[str, ...] = Field(("127.0.0.1:18800",), description="Bootstrap addresses; the first that answers")
     query_timeout: float = Field(3.0, gt=0, description="Seconds that one process has to answer")
+    http_ca: str = Field("", description="PEM file with authorities of routers' certificates, beside the system's")
 
 
 ServiceKind = Literal["bootstrap", "router", "prefill", "decode"]

@@ -17,11 +17,13 @@ from rich.console import Console
 
 from engine_core.types.errors import NotFoundError, UnavailableError
 from pdmesh.bootstrap.v1 import bootstrap_service_pb2, bootstrap_service_pb2_grpc, rank_table_pb2
-from services.cli.options import add_command
-from services.cli.status import get_table, plain_table, wide_console
+from services.cli.options import add_command, query_fields
+from services.cli.status import get_table, http_client, plain_table, wide_console
 from services.config import QueryConfig, load
 from services.runtime.channels import ChannelPool
+from services.runtime.security import Security
 from services.runtime.tasks import run
+from services.wire.bootstrap import http_url
 from services.worker.survey import ask, ask_moves, router_move, worker_move
 
 
@@ -29,7 +31,7 @@ def add_command_to(app: typer.Typer) -> None:
     """Adds `explain`."""
     request_id = Annotated[str, typer.Argument(metavar="REQUEST_ID", help="The id in the response, or x-request-id")]
     as_json = Annotated[bool, typer.Option("--json", help="One JSON object")]
-    fields = {"bootstrap": QueryConfig, "query_timeout": QueryConfig}
+    fields = query_fields()
     doc = "Join the state moves of one request in every process into one timeline."
     extras = {"request_id": (request_id, ...), "json": (as_json, False)}
     add_command(app, "explain", fields, _command, doc=doc, extras=extras)
@@ -46,28 +48,31 @@ def _command(file: Path | None, flags: dict[str, Any], extra: dict[str, Any]) ->
 
 
 async def _first(config: QueryConfig, request_id: str) -> dict[str, Any]:
+    security = Security.of(config)
     last = UnavailableError("no Bootstrap address is given")
     for address in config.bootstrap:
         try:
-            return await collect(address, request_id, config.query_timeout)
+            return await collect(address, request_id, config.query_timeout, security, config.http_ca)
         except UnavailableError as exc:
             last = exc
     raise last
 
 
-async def collect(bootstrap: str, request_id: str, timeout: float) -> dict[str, Any]:
+async def collect(
+    bootstrap: str, request_id: str, timeout: float, security: Security | None = None, http_ca: str = ""
+) -> dict[str, Any]:
     """{request_id, rooms, routes, moves, silent}: moves in order of time, each with the process it came from.
 
     Raises UnavailableError when Bootstrap does not answer, NotFoundError when nobody knows the request.
     """
-    pool = ChannelPool(timeout)
+    pool = ChannelPool(timeout, security=security)
     try:
         table = await get_table(pool, bootstrap, timeout)
         stub = bootstrap_service_pb2_grpc.BootstrapServiceStub(pool.get(bootstrap))
         ids = {request_id, request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")}
         lookup = bootstrap_service_pb2.LookupRoomsRequest(request_ids=sorted(ids))
         (found, _), from_routers = await asyncio.gather(
-            ask(stub.LookupRooms(lookup, timeout=timeout)), _ask_routers(table.services, request_id, timeout)
+            ask(stub.LookupRooms(lookup, timeout=timeout)), _ask_routers(table.services, request_id, timeout, http_ca)
         )
         routes = list(found.rooms) if found is not None else []
         rooms = {route.room for route in routes} | {int(room) for answer in from_routers for room in answer["rooms"]}
@@ -93,14 +98,14 @@ async def collect(bootstrap: str, request_id: str, timeout: float) -> dict[str, 
     }
 
 
-async def _ask_routers(services: Any, request_id: str, timeout: float) -> list[dict[str, Any]]:
+async def _ask_routers(services: Any, request_id: str, timeout: float, http_ca: str) -> list[dict[str, Any]]:
     answers = []
-    async with httpx.AsyncClient(timeout=timeout, trust_env=False) as client:
+    async with http_client(timeout, http_ca) as client:
         for service in services:
             if not service.http_endpoint:
                 continue
             try:
-                answer = await client.get(f"http://{service.http_endpoint}/explain/{request_id}")
+                answer = await client.get(f"{http_url(service.http_endpoint)}/explain/{request_id}")
                 data = answer.json() if answer.status_code == 200 else {}
             except (httpx.HTTPError, ValueError):
                 continue

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from services.config import CommonConfig
+from services.config import CommonConfig, QueryConfig
 
 
 def add_command(
@@ -51,6 +51,11 @@ def add_command(
     command.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     app.command(name, help=doc)(command)
+
+
+def query_fields() -> dict[str, type[CommonConfig]]:
+    """Fields of a command that asks a running mesh: whom to ask, and how to show that it may."""
+    return {n: QueryConfig for n in QueryConfig.model_fields if not n.startswith("log_") and n != "insecure"}
 
 
 def _annotation(name: str, field: FieldInfo) -> Any:

@@ -29,7 +29,9 @@ from services.cli.options import add_command
 from services.cli.status import collect
 from services.cli.supervisor import ChildSpec, Exit, StartFailedError, Supervisor
 from services.config import ServeConfig, ServiceKind, child_environment, load, serve_options
+from services.runtime.security import Security
 from services.runtime.tasks import Stop, TaskOwner, run
+from services.runtime.tls import pinned_context
 
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
 _ROUTER, _WORKERS, _BOOTSTRAP = 0, 1, 2
@@ -117,8 +119,9 @@ class Serve:
         await supervisor.until_ready(supervisor.children, config.start_timeout)
 
         local = "127.0.0.1" if config.host in ("0.0.0.0", "::", "") else config.host
-        url = f"http://{local}:{port}"
-        await _until_answering(f"{url}/readiness", supervisor, config.start_timeout)
+        cert = config.child_values("router").get("http_tls_cert", "")
+        url = f"{'https' if cert else 'http'}://{local}:{port}"
+        await _until_answering(f"{url}/readiness", supervisor, config.start_timeout, cert)
         await self._announce(url, f"127.0.0.1:{bootstrap_port}", model["served_model_name"], supervisor)
 
     async def _announce(self, url: str, bootstrap: str, names: Any, supervisor: Supervisor) -> None:
@@ -127,12 +130,12 @@ class Serve:
         workers = "1 mixed" if config.aggregated else f"{config.prefill} prefill + {config.decode} decode"
         detail = f"model {name}, {workers}"
         if not config.aggregated:
-            used = await _transports(bootstrap, config.prefill * config.decode)
+            used = await _transports(bootstrap, config.prefill * config.decode, Security.of(config))
             detail += f", transfer {'/'.join(used) or config.options.get('transfer_backend', 'auto')}"
         print(f"pdmesh is ready: {url}/v1 ({detail})", flush=True)
         pids = {child.spec.name: child.pid for child in supervisor.children}
         self._reporter.ready(
-            {"name": "serve", "pid": os.getpid(), "endpoint": url.removeprefix("http://"), "base_url": f"{url}/v1",
+            {"name": "serve", "pid": os.getpid(), "endpoint": url.partition("://")[2], "base_url": f"{url}/v1",
              "bootstrap": bootstrap, "model": name, "pids": pids}
         )  # fmt: skip
 
@@ -179,12 +182,12 @@ def _sockets_directory() -> str:
     return tempfile.mkdtemp(prefix=f"pdmesh-serve-{os.getpid()}-")
 
 
-async def _transports(bootstrap: str, pairs: int) -> list[str]:
+async def _transports(bootstrap: str, pairs: int, security: Security) -> list[str]:
     """The transports of the links between workers, once `pairs` of them are up, or after some seconds anyhow."""
     deadline = asyncio.get_running_loop().time() + 5.0
     while True:
         try:
-            ranks = (await collect(bootstrap, 2.0))["ranks"]
+            ranks = (await collect(bootstrap, 2.0, security))["ranks"]
         except UnavailableError:
             ranks = []
         up = [pair["transport"] for r in ranks if r["role"] == Role.DECODE for pair in r["pairs"] if pair["up"]]
@@ -211,11 +214,12 @@ def _free_port(preferred: int, taken: Collection[int] = ()) -> int:
     raise ConfigError(f"no free port in {preferred}..{preferred + 99}", field="port")
 
 
-async def _until_answering(url: str, supervisor: Supervisor, timeout: float) -> None:
-    """Waits for a 200 of `url`. Raises StartFailedError."""
+async def _until_answering(url: str, supervisor: Supervisor, timeout: float, cert: str) -> None:
+    """Waits for a 200 of `url`, with TLS from whoever has the certificate in the file. Raises StartFailedError."""
     deadline = asyncio.get_running_loop().time() + timeout
     last = "no answer"
-    async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
+    verify = pinned_context(cert) if cert else True
+    async with httpx.AsyncClient(timeout=2.0, trust_env=False, verify=verify) as client:
         while asyncio.get_running_loop().time() < deadline:
             if supervisor.failed.done():
                 supervisor.failed.result()

@@ -17,19 +17,23 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from engine_core.types.errors import UnavailableError
+from engine_core.types.errors import Leg, UnavailableError
 from pdmesh.bootstrap.v1 import bootstrap_service_pb2, bootstrap_service_pb2_grpc, rank_table_pb2
-from services.cli.options import add_command
+from services.cli.options import add_command, query_fields
 from services.config import QueryConfig, load
 from services.runtime.channels import ChannelPool
+from services.runtime.errors import from_rpc_error
+from services.runtime.security import Security
 from services.runtime.tasks import run
+from services.runtime.tls import client_context
+from services.wire.bootstrap import http_url
 from services.worker.survey import KV_STATES, ask_rank
 
 
 def add_command_to(app: typer.Typer) -> None:
     """Adds `status`."""
     as_json = Annotated[bool, typer.Option("--json", help="One JSON object")]
-    fields = {"bootstrap": QueryConfig, "query_timeout": QueryConfig}
+    fields = query_fields()
     doc = "Show the rank table, health, load, KV accounting and transfer pairs, asked live."
     add_command(app, "status", fields, _command, doc=doc, extras={"json": (as_json, False)})
 
@@ -46,25 +50,29 @@ def _command(file: Path | None, flags: dict[str, Any], extra: dict[str, Any]) ->
 
 async def collect_any(config: QueryConfig) -> dict[str, Any]:
     """The status from the first Bootstrap that answers. Raises UnavailableError of the last one."""
+    security = Security.of(config)
     last = UnavailableError("no Bootstrap address is given")
     for address in config.bootstrap:
         try:
-            return await collect(address, config.query_timeout)
+            return await collect(address, config.query_timeout, security, config.http_ca)
         except UnavailableError as exc:
             last = exc
     raise last
 
 
-async def collect(bootstrap: str, timeout: float) -> dict[str, Any]:
-    """The whole status as plain data; `timeout` seconds for each process asked.
+async def collect(
+    bootstrap: str, timeout: float, security: Security | None = None, http_ca: str = ""
+) -> dict[str, Any]:
+    """The whole status as plain data; `timeout` seconds for each process asked. `http_ca` is a PEM file with
+    authorities of routers' certificates beside those of the system.
 
     Raises UnavailableError when Bootstrap does not answer.
     """
-    pool = ChannelPool(timeout)
+    pool = ChannelPool(timeout, security=security)
     try:
         table = await get_table(pool, bootstrap, timeout)
         ranks = await asyncio.gather(*(ask_rank(pool, row, timeout) for row in table.rows))
-        routers = await _answering(table.services, timeout)
+        routers = await _answering(table.services, timeout, http_ca)
     finally:
         await pool.close()
     ranks = sorted(ranks, key=lambda r: (r["instance"], r["dp"], r["cp"], r["tp"]))
@@ -97,18 +105,24 @@ async def get_table(pool: ChannelPool, bootstrap: str, timeout: float) -> bootst
         )
         return table
     except grpc.aio.AioRpcError as exc:
-        raise UnavailableError(f"Bootstrap at {bootstrap} does not answer: {exc.code().name} {exc.details()}") from exc
+        why = from_rpc_error(exc, Leg.BOOTSTRAP).message
+        raise UnavailableError(f"Bootstrap at {bootstrap} does not answer: {exc.code().name} {why}") from exc
 
 
-async def _answering(services: Any, timeout: float) -> list[dict[str, Any]]:
+def http_client(timeout: float, ca: str = "") -> httpx.AsyncClient:
+    """A client for routers. Raises ConfigError when the file of authorities is none."""
+    return httpx.AsyncClient(timeout=timeout, trust_env=False, verify=client_context(ca) if ca else True)
+
+
+async def _answering(services: Any, timeout: float, http_ca: str) -> list[dict[str, Any]]:
     """The services that answer now: those with an HTTP address are asked, of the others Bootstrap has a stream."""
-    async with httpx.AsyncClient(timeout=timeout, trust_env=False) as client:
+    async with http_client(timeout, http_ca) as client:
 
         async def answers(service: rank_table_pb2.Service) -> bool:
             if not service.http_endpoint:
                 return True
             try:
-                return (await client.get(f"http://{service.http_endpoint}/liveness")).status_code < 500
+                return (await client.get(f"{http_url(service.http_endpoint)}/liveness")).status_code < 500
             except httpx.HTTPError:
                 return False
 

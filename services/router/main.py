@@ -28,7 +28,9 @@ from services.router.table import WatchedTable
 from services.router.tokenizer import RouterTokenizer
 from services.runtime.addresses import dialable
 from services.runtime.channels import ChannelPool
+from services.runtime.security import Security
 from services.runtime.tasks import Stop, TaskOwner
+from services.runtime.tls import HttpTls
 from services.wire.bootstrap import WatchedService
 from services.worker.roster import RosterWatcher
 
@@ -64,12 +66,15 @@ async def run(config: RouterConfig, stop: Stop, on_ready: Callable[[dict[str, An
     `on_ready` gets {"service", "endpoint", "port", "pid"} once HTTP is served; whether workers are there,
     /readiness says. Raises ConfigError when the model directory or the address is wrong.
     """
+    security, tls = Security.of(config), HttpTls.of(config.http_tls_cert, config.http_tls_key)
+    if tls is not None:
+        security.also(tls)
     tokenizer = RouterTokenizer.load(config.model)
     model = ModelInfo.read(config, tokenizer)
     listener, endpoint = _bind(config.host, config.port)
     port: int = listener.getsockname()[1]
-    pool = ChannelPool(config.connect_timeout)
-    reachable = f"{dialable(config.host, config.advertise_host)}:{port}"
+    pool = ChannelPool(config.connect_timeout, security=security)
+    reachable = f"{'' if tls is None else 'https://'}{dialable(config.host, config.advertise_host)}:{port}"
     me = WatchedService(name="router", pid=os.getpid(), host=socket.gethostname(), http_endpoint=reachable)
     watcher = RosterWatcher(config.bootstrap, me, pool)
     table = WatchedTable(watcher.roster)
@@ -90,10 +95,11 @@ async def run(config: RouterConfig, stop: Stop, on_ready: Callable[[dict[str, An
         peer_wait=config.peer_wait,
     )
     front = Front(config, tokenizer, model, mesh, figures)
-    server = _Server(_uvicorn_config(config, front))
+    server = _Server(_uvicorn_config(config, front, tls))
     tasks = TaskOwner("router", on_error=lambda name, exc: stop.request_now())
     try:
         watcher.start()
+        tasks.spawn(security.watch(), "key files")
         tasks.spawn(recorder.run(), "rooms")
         if config.serves_console:
             tasks.spawn(keep_history(front), "history")
@@ -129,7 +135,7 @@ async def _stop_in_stages(server: _Server, front: Front, stop: Stop) -> None:
     server.force_exit = True
 
 
-def _uvicorn_config(config: RouterConfig, front: Front) -> uvicorn.Config:
+def _uvicorn_config(config: RouterConfig, front: Front, tls: HttpTls | None) -> uvicorn.Config:
     return uvicorn.Config(
         make_app(front),
         http="httptools",
@@ -140,6 +146,7 @@ def _uvicorn_config(config: RouterConfig, front: Front) -> uvicorn.Config:
         server_header=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=max(1, round(config.drain_timeout)),
+        ssl_context_factory=None if tls is None else lambda *_: tls.context,
     )
 
 

@@ -55,11 +55,19 @@ class SecurityOptions(Protocol):
     def insecure(self) -> bool: ...
 
 
+class Refreshable(Protocol):
+    """What is made of files that may change."""
+
+    def refresh(self) -> bool:
+        """Looks at the files; True when they changed. Raises nothing."""
+
+
 class Security:
     """The token and the certificate of one process. Used on one event loop only."""
 
     def __init__(self, token: MeshToken | None = None, tls: MeshTls | None = None, *, insecure: bool = False) -> None:
         self.token, self.tls, self._insecure = token, tls, insecure
+        self._parts: list[Refreshable] = [part for part in (token, tls) if part is not None]
         self._callbacks: list[Callable[[], None]] = []
 
     @classmethod
@@ -96,9 +104,13 @@ class Security:
         """Calls back, on the event loop, after files have changed."""
         self._callbacks.append(callback)
 
+    def also(self, part: Refreshable) -> None:
+        """Watches these files too."""
+        self._parts.append(part)
+
     def refresh(self) -> bool:
         """Looks at the files now; True when something changed."""
-        changed = [part.refresh() for part in (self.token, self.tls) if part is not None]
+        changed = [part.refresh() for part in self._parts]
         if any(changed):
             for callback in self._callbacks:
                 callback()
@@ -106,7 +118,7 @@ class Security:
 
     async def watch(self) -> None:
         """Looks at the files until cancelled; spawn it with a TaskOwner."""
-        while self.token is not None or self.tls is not None:
+        while self._parts:
             await asyncio.sleep(POLL_SECONDS)
             self.refresh()
 

@@ -106,6 +106,18 @@ class MeshTls:
 class HttpTls:
     """The certificate of an HTTP port. `context` serves for good; it is given new files as they come."""
 
+    @classmethod
+    def of(cls, cert: str, key: str) -> HttpTls | None:
+        """None without files. Raises ConfigError, also for one file without the other."""
+        if not cert and not key:
+            return None
+        if not cert or not key:
+            raise ConfigError(
+                f"HTTPS needs --http-tls-cert and --http-tls-key; there is no --http-tls-{'key' if cert else 'cert'}",
+                field="http_tls_key" if cert else "http_tls_cert",
+            )
+        return cls(Path(cert), Path(key))
+
     def __init__(self, cert: Path, key: Path) -> None:
         """Raises ConfigError."""
         self._cert, self._key = cert, key
@@ -126,6 +138,28 @@ class HttpTls:
 
     def _install(self) -> None:
         load_pair(self.context, self._cert, self._key, "--http-tls-cert", "--http-tls-key")
+
+
+def client_context(ca: str) -> ssl.SSLContext:
+    """For HTTP clients: the system's authorities, and those in the file. Raises ConfigError."""
+    context = ssl.create_default_context()
+    try:
+        context.load_verify_locations(ca)
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"--http-ca {ca} holds no certificates: {exc}", field="http_ca") from exc
+    return context
+
+
+def pinned_context(cert: str) -> ssl.SSLContext:
+    """For an HTTP client that knows its server's certificate, whatever that is called. Raises ConfigError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    try:
+        context.load_verify_locations(cert)
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"--http-tls-cert {cert} holds no certificate: {exc}", field="http_tls_cert") from exc
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
 
 
 def load_pair(context: ssl.SSLContext, cert: Path, key: Path, cert_option: str, key_option: str) -> None:

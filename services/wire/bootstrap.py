@@ -122,13 +122,18 @@ class RankRow(msgspec.Struct, frozen=True):
 
 
 class WatchedService(msgspec.Struct, frozen=True):
-    """A process that watches the table."""
+    """A process that watches the table. `http_endpoint` is host:port, or https://host:port with TLS: http_url()."""
 
     name: str
     pid: int
     host: str
     http_endpoint: str = ""
     metrics_endpoint: str = ""
+
+
+def http_url(endpoint: str) -> str:
+    """The URL of a process's HTTP address: what is no URL already (https://host:port) is host:port without TLS."""
+    return endpoint if "://" in endpoint else f"http://{endpoint}"
 
 
 class RoomRoute(msgspec.Struct, frozen=True):

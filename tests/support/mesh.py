@@ -38,6 +38,7 @@ from services.cli import status as status_command
 from services.cli.serve import arguments
 from services.cli.supervisor import Child, ChildSpec, Exit
 from services.config import ServeConfig, ServiceKind, child_environment
+from services.runtime.security import Security
 from services.runtime.tasks import TaskOwner
 
 START_TIMEOUT = 90.0
@@ -171,6 +172,11 @@ class Mesh:
         return f"{self.url}/v1"
 
     @property
+    def security(self) -> Security:
+        """What whoever speaks to the mesh must show, by its options."""
+        return Security.of(self._config)
+
+    @property
     def bootstrap(self) -> str:
         """Bootstrap's host:port."""
         return f"127.0.0.1:{self._ports['bootstrap']}"
@@ -196,7 +202,7 @@ class Mesh:
 
     async def status(self) -> dict[str, Any]:
         """What `pdmesh status --json` prints."""
-        return await status_command.collect(self.bootstrap, 5.0)
+        return await status_command.collect(self.bootstrap, 5.0, self.security)
 
     async def rank(self, name: str) -> dict[str, Any]:
         """One worker's entry in the status."""
@@ -204,7 +210,7 @@ class Mesh:
 
     async def explain(self, request_id: str) -> dict[str, Any]:
         """What `pdmesh explain --json` prints."""
-        return await explain_command.collect(self.bootstrap, request_id, 5.0)
+        return await explain_command.collect(self.bootstrap, request_id, 5.0, self.security)
 
     async def quiet(self, within: float = 10.0) -> None:
         """Waits until every live worker has free + cached = total and no session, stream or task.

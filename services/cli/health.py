@@ -1,8 +1,8 @@
 """`pdmesh health ADDRESS`: asks one process whether it serves, for probes of process managers.
 
 gRPC addresses (host:port, unix:path) are asked by grpc.health.v1, URLs by GET. Exit code 0 when it serves, 1 with a
-line that says why when it does not, 2 for wrong arguments. A probe runs every few seconds, so nothing heavy is
-imported here: services.cli.entry comes straight to main().
+line that says why when it does not, 2 for wrong arguments. Health needs no mesh token, but with mTLS a certificate.
+A probe runs every few seconds, so nothing heavy is imported here: services.cli.entry comes straight to main().
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("pdmesh health", description="Ask one process whether it serves.")
     parser.add_argument("address", metavar="ADDRESS", help="host:port or unix:path of a gRPC service, or a URL")
-    parser.add_argument("--service", default="", metavar="NAME", help="full name of one gRPC service")
+    parser.add_argument("--service", default="", metavar="NAME", help="full name of one gRPC service, or liveness")
     parser.add_argument("--timeout", type=float, default=2.0, metavar="SECONDS", help="for the answer [default: 2]")
-    parser.add_argument("--mesh-token-file", default="", metavar="FILE", help="secret of the mesh")
     parser.add_argument("--tls-cert", default="", metavar="FILE", help="own certificate chain, for mTLS")
     parser.add_argument("--tls-key", default="", metavar="FILE", help="the certificate's key")
     parser.add_argument("--tls-ca", default="", metavar="FILE", help="authorities that the other end must have; TLS on")
@@ -80,12 +79,9 @@ def _ask_grpc(given: argparse.Namespace) -> str:
         channel = grpc.secure_channel(given.address, credentials, options)
     else:
         channel = grpc.insecure_channel(given.address, options)
-    metadata = []
-    if given.mesh_token_file:
-        metadata.append(("authorization", f"Bearer {Path(given.mesh_token_file).read_text().strip()}"))
     request = health_pb2.HealthCheckRequest(service=given.service)
     try:
-        answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=given.timeout, metadata=metadata)
+        answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=given.timeout)
     except grpc.RpcError as exc:
         if exc.code() is grpc.StatusCode.NOT_FOUND:
             return f"it has no service {given.service!r}"

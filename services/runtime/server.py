@@ -19,6 +19,10 @@ from services.runtime.channels import KEEPALIVE_MS, MAX_MESSAGE_BYTES
 from services.runtime.errors import ErrorInterceptor
 from services.runtime.security import Security
 
+LIVENESS = "liveness"
+"""A name in health that is SERVING as long as the process answers, also while it joins, drains or waits for
+Bootstrap: for probes that restart what does not answer."""
+
 _OPTIONS = [
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
@@ -78,6 +82,7 @@ class GrpcServer:
         endpoint = address if unix else f"{dialable(address.rpartition(':')[0], advertise_host)}:{port}"
         made = cls(server, checks, service_names, endpoint, 0 if unix else port)
         await made.set_serving(False)  # before start: the overall status begins as SERVING otherwise
+        await checks.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await server.start()
         return made
 

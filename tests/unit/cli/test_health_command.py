@@ -36,6 +36,7 @@ async def ask(*arguments: str) -> int:
 async def test_zero_only_while_it_serves(server: GrpcServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert await ask(server.endpoint) == 1
     assert capsys.readouterr().err == f"pdmesh health: {server.endpoint}: NOT_SERVING\n"
+    assert await ask(server.endpoint, "--service", "liveness") == 0, "it answers: no reason to restart it"
     await server.set_serving(True)
     assert await ask(server.endpoint) == 0
     assert await ask(server.endpoint, "--service", NAME) == 0

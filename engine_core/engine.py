@@ -163,6 +163,7 @@ class EngineCore:
             steps=self._step,
             busy=self.has_work(),
             counters={**self._context.counters, **prefix},
+            stuck=self._scheduler.stuck_blocks(self._ticked_at),
         )
 
     def quarantined_share(self) -> float:

@@ -7,6 +7,7 @@ the loop sleeps until something arrives, a deadline passes or figures are due.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -25,7 +26,11 @@ STATS_SECONDS = 1.0
 when the last session is forgotten, so that an idle worker looks idle at once."""
 
 MAX_QUARANTINED_SHARE = 0.5
-"""Above this share of the pool the engine ends: a new pool is quiet."""
+"""Above this share of the pool the worker starts anew: a new pool is quiet. Its service process sees it in the
+figures and hands the streams over first."""
+
+QUARANTINE_PATIENCE = 10.0
+"""Seconds after which the engine ends itself for that, should the service process not have done it."""
 
 
 class QuarantineOverflow(Exception):
@@ -100,6 +105,7 @@ class EngineLoop:
         self._moved = False
         self._step_seconds = 0.0
         self._forward_seconds = 0.0
+        self._overflow_since = math.inf
 
     def run(self) -> None:
         """The loop."""
@@ -188,5 +194,9 @@ class EngineLoop:
             "forward_seconds": self._forward_seconds,
         }
         self._channel.send(msgspec.structs.replace(stats, pairs=pairs, counters=counters))
-        if self._core.quarantined_share() > MAX_QUARANTINED_SHARE:
+        if self._core.quarantined_share() <= MAX_QUARANTINED_SHARE:
+            self._overflow_since = math.inf
+        elif now - (since := min(self._overflow_since, now)) < QUARANTINE_PATIENCE:
+            self._overflow_since = since
+        else:
             raise QuarantineOverflow(f"{self._core.quarantined_share():.0%} of the KV cache is quarantined")

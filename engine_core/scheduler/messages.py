@@ -275,6 +275,8 @@ class Stats(Frame, frozen=True):
     busy: bool
     pairs: tuple[PairStats, ...] = ()
     counters: dict[str, float] = {}
+    stuck: int = 0
+    """Blocks quarantined for longer than a living writer needs to answer."""
 
 
 class Moves(Frame, frozen=True):

@@ -84,7 +84,8 @@ def _command(name: str, kind: type[CommonConfig]) -> Callable[[Path | None, dict
 def run_service(name: str, config: CommonConfig, reporter: Reporter) -> None:
     """Runs one service until it is told to stop. Raises what the service raises."""
     setup_logging(config.log_level, config.log_format, name)
-    service: ServiceMain = importlib.import_module(f"services.{name}.main").run
+    module = "services.cli.workers" if isinstance(config, WorkerConfig) else f"services.{name}.main"
+    service: ServiceMain = importlib.import_module(module).run
 
     def on_ready(info: dict[str, Any]) -> None:
         log.info("ready: %s", json.dumps(info))

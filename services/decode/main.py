@@ -10,12 +10,10 @@ import grpc
 from engine_core.types.errors import Leg
 from engine_core.types.request import Role
 from pdmesh.decode.v1 import decode_service_pb2_grpc
-from services.config import WorkerConfig
 from services.decode.peers import PrefillPeers
 from services.decode.servicer import DecodeServicer
-from services.runtime.tasks import Stop
-from services.worker.build import WorkerParts, run_worker
 from services.worker.late import LateServicer
+from services.worker.life import WorkerParts
 from services.worker.links import DecodeLinks
 
 
@@ -60,8 +58,3 @@ class DecodeServices:
                 token_stall_timeout=parts.config.token_stall_timeout,
             )
         )
-
-
-async def run(config: WorkerConfig, stop: Stop, on_ready: Callable[[dict[str, Any]], None]) -> None:
-    """Runs a decode or mixed worker to its end; see run_worker."""
-    await run_worker(config, stop, on_ready, DecodeServices())

@@ -10,13 +10,11 @@ import grpc
 from engine_core.types.errors import Leg
 from pdmesh.prefill.v1 import prefill_service_pb2_grpc
 from pdmesh.transfer.v1 import transfer_service_pb2_grpc
-from services.config import WorkerConfig
 from services.prefill.links import PrefillLinks
 from services.prefill.servicer import PrefillServicer
 from services.prefill.transfer_servicer import TransferServicer
-from services.runtime.tasks import Stop
-from services.worker.build import WorkerParts, run_worker
 from services.worker.late import LateServicer
+from services.worker.life import WorkerParts
 
 
 class PrefillServices:
@@ -42,8 +40,3 @@ class PrefillServices:
 
         self._prefill.set(PrefillServicer(parts.engine, parts.identity, parts.sessions, links, parts.session_tasks))
         self._transfer.set(TransferServicer(parts.engine, parts.identity, links, parts_of))
-
-
-async def run(config: WorkerConfig, stop: Stop, on_ready: Callable[[dict[str, Any]], None]) -> None:
-    """Runs a prefill worker to its end; see run_worker."""
-    await run_worker(config, stop, on_ready, PrefillServices())

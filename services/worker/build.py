@@ -1,128 +1,120 @@
 """Composition root of a worker's service process, for every role.
 
-    listen        gRPC server up: health NOT_SERVING, GetStats answers
-    engine        spawned, model loaded; what is wrong with it ends the process before it registers
-    services      the role's servicers take over; rank table watched
-    register      with every Bootstrap; then SERVING and on_ready
-    serve         until a signal, the engine's death, or a later incarnation in the own row
-    drain         first signal: out of placement, no new sessions, until none is left or drain_timeout
-    end           second signal, or drained: deregister, cut what is left, end the engine
+    live      listen, engine, register, serve, drain (services/worker/life.py)
+    change    ordered to come back in another role: the next life begins on the same port under the same
+              name, with a new incarnation, a new engine and the services of that role
+    end       a stop, a drain that was to end the process, the engine's death, or a later incarnation in the row
 
 The engine's death ends the process with an error after its streams have failed; the supervisor starts
-the pair anew.
+the pair anew, in the role of its command.
 """
 
 from __future__ import annotations
 
-import asyncio
-import importlib.metadata
-import logging
 import os
-import shutil
-import socket
-import tempfile
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
-
-import grpc
+from typing import Any
 
 from engine_core.lifecycle.membership import MembershipState
-from engine_core.types.errors import FencedError, Leg, PdmeshError, UnavailableError
-from engine_core.types.ids import RankCoord
+from engine_core.types.errors import PdmeshError
 from engine_core.types.request import Role
-from pdmesh.common.v1 import worker_pb2_grpc
 from services.config import WorkerConfig, service_manager
-from services.runtime.addresses import bracketed, is_loopback
-from services.runtime.channels import ChannelPool
-from services.runtime.server import GrpcServer
 from services.runtime.tasks import Stop, TaskOwner
-from services.wire.bootstrap import InstanceSpec, RankRow, RowKey, WatchedService
-from services.worker.engine_client import EngineClient
-from services.worker.engine_config import inference_config
 from services.worker.identity import WorkerIdentity
-from services.worker.late import LateServicer
-from services.worker.registration import Registration, mint_above_holders
-from services.worker.roster import RosterWatcher
-from services.worker.sessions import SessionTable
-from services.worker.stats import WorkerServicer, WorkerState
+from services.worker.life import Life, RoleServices, WorkerParts
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-WORKER_SERVICE = "pdmesh.common.v1.WorkerService"
 OnReady = Callable[[dict[str, Any]], None]
-
-_STOP_GRACE = 1.0
-_DRAIN_LOOK = 0.05
-
-
-@dataclass(frozen=True)
-class WorkerParts:
-    """What a role's services are made of."""
-
-    config: WorkerConfig
-    identity: WorkerIdentity
-    engine: EngineClient
-    sessions: SessionTable
-    session_tasks: TaskOwner
-    tasks: TaskOwner
-    channels: ChannelPool
-    watcher: RosterWatcher
-
-
-class RoleServices(Protocol):
-    """The services of one role."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Full service names."""
-
-    def add_to(self, server: grpc.aio.Server) -> None:
-        """Adds servicers that refuse until connect()."""
-
-    def connect(self, parts: WorkerParts) -> None:
-        """The engine is ready: serve."""
+ServicesOf = Callable[[Role], RoleServices]
 
 
 async def run_worker(
     config: WorkerConfig,
     stop: Stop,
     on_ready: OnReady,
-    services: RoleServices,
+    services_of: ServicesOf,
     *,
     engine_command: Sequence[str] | None = None,
 ) -> None:
     """Runs a worker to its end; returns after a stop that was asked for.
 
-    `on_ready` gets {"service", "instance", "endpoint", "port", "pid", "engine_pid", "incarnation"}.
-    Raises ConfigError before anything is registered when configuration or model are wrong,
-    UnavailableError when the engine died, FencedError when a later incarnation holds the row.
-    `engine_command` replaces the engine's program, in tests.
+    `on_ready` gets {"service", "instance", "endpoint", "port", "pid", "engine_pid", "incarnation"}, once per
+    life: a change of role begins another. Raises ConfigError before anything is registered when configuration
+    or model are wrong, UnavailableError when the engine died or too much of its pool is quarantined, FencedError
+    when a later incarnation holds the row. `engine_command` replaces the engine's program, in tests.
     """
-    async with AsyncExitStack() as stack:
-        life = await _Life.begin(config, services, engine_command, stack)
-        ready = await life.unless_stopped(stop, life.engine.start())
-        if ready is None:
-            return
-        identity = WorkerIdentity(life.state.instance, config.role, life.state.incarnation, ready)
-        watcher = life.watch(stack)
-        services.connect(
-            WorkerParts(
-                config, identity, life.engine, life.sessions, life.session_tasks, life.tasks, life.channels, watcher
+    worker = _Worker(config, stop, on_ready, services_of, engine_command)
+    try:
+        while await worker.live():
+            pass
+    finally:
+        await worker.close()
+
+
+class _Worker:
+    """One process through its lives."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        stop: Stop,
+        on_ready: OnReady,
+        services_of: ServicesOf,
+        engine_command: Sequence[str] | None,
+    ) -> None:
+        self._config, self._stop, self._on_ready = config, stop, on_ready
+        self._services_of, self._engine_command = services_of, engine_command
+        self._tasks = TaskOwner("worker process")
+        self._life: Life | None = None
+        self._announced = False
+
+    async def close(self) -> None:
+        """Ends what outlasts a life."""
+        await self._tasks.close()
+
+    async def live(self) -> bool:
+        """One life, from listening to its end; True when another one in another role follows."""
+        config, stop = self._config, self._stop
+        services = self._services_of(config.role)
+        async with AsyncExitStack() as stack:
+            stack.callback(self._forget)
+            life = await Life.begin(config, services, self._engine_command, stack)
+            ready = await life.unless_stopped(stop, life.engine.start())
+            if ready is None:
+                return False
+            identity = WorkerIdentity(life.state.instance, config.role, life.state.incarnation, ready)
+            watcher = life.watch(stack)
+            services.connect(
+                WorkerParts(
+                    config, identity, life.engine, life.sessions, life.session_tasks, life.tasks, life.channels, watcher
+                )
             )
-        )
-        life.state.identity = identity
-        if not await life.register(identity, stop, stack):
-            return
-        if not life.sessions.draining:
-            life.state.membership = MembershipState.READY
-            await life.server.set_serving(True)
-        on_ready(
+            life.state.identity = identity
+            if not await life.register(identity, stop, stack):
+                return False
+            if not life.sessions.draining:
+                life.state.membership = MembershipState.READY
+                await life.server.set_serving(True)
+            self._life = life
+            self._tell(life, identity)
+            try:
+                role = await life.serve(stop)
+            except PdmeshError as exc:
+                await life.give_up(exc)
+                raise
+        if role is None or stop.draining.is_set():
+            return False
+        # Named as before, where it was before: only the role is another one.
+        self._config = config.model_copy(update={"role": role, "instance": identity.instance, "port": life.server.port})
+        return True
+
+    def _forget(self) -> None:
+        self._life = None
+
+    def _tell(self, life: Life, identity: WorkerIdentity) -> None:
+        self._on_ready(
             {
-                "service": config.role.value.lower(),
+                "service": identity.role.value.lower(),
                 "instance": identity.instance,
                 "endpoint": life.server.endpoint,
                 "port": life.server.port,
@@ -131,247 +123,10 @@ async def run_worker(
                 "incarnation": identity.incarnation,
             }
         )
-        # By the rule that keeps the lease: who may not renew it may not keep the manager's watchdog quiet either.
-        life.tasks.spawn(service_manager().accompany(stop, life.engine.progressing), "service manager")
-        try:
-            await life.any_set(stop.draining)
-            await life.drain(stop, config.drain_timeout)
-        except PdmeshError as exc:
-            await life.give_up(exc)
-            raise
+        if not self._announced:
+            self._announced = True
+            # By the rule that keeps the lease: who may not renew it may not keep the manager's watchdog quiet either.
+            self._tasks.spawn(service_manager().accompany(self._stop, self._progressing), "service manager")
 
-
-class _Life:
-    """What a worker holds while it lives. Everything that must be closed is on the exit stack."""
-
-    def __init__(
-        self,
-        config: WorkerConfig,
-        server: GrpcServer,
-        state: WorkerState,
-        engine: EngineClient,
-        channels: ChannelPool,
-        tasks: TaskOwner,
-    ) -> None:
-        self._config, self.server, self.state, self.engine = config, server, state, engine
-        self.channels, self.tasks = channels, tasks
-        self._registration: Registration | None = None
-        self._replaced: PdmeshError | None = None
-        self._over = asyncio.Event()
-
-    @property
-    def sessions(self) -> SessionTable:
-        """Open streams."""
-        return self.state.sessions
-
-    @property
-    def session_tasks(self) -> TaskOwner:
-        """Tasks that belong to streams."""
-        return self.state.session_tasks
-
-    @classmethod
-    async def begin(
-        cls,
-        config: WorkerConfig,
-        services: RoleServices,
-        engine_command: Sequence[str] | None,
-        stack: AsyncExitStack,
-    ) -> _Life:
-        """Listens, mints the incarnation, prepares the engine. Raises ConfigError."""
-        leg = Leg.PREFILL if config.role is Role.PREFILL else Leg.DECODE
-        socket_dir = config.socket_dir
-        if not socket_dir:
-            socket_dir = tempfile.mkdtemp(prefix="pdmesh-")
-            stack.callback(shutil.rmtree, socket_dir, ignore_errors=True)
-        channels, tasks, session_tasks = ChannelPool(config.connect_timeout), TaskOwner("worker"), TaskOwner("sessions")
-        stack.push_async_callback(channels.close)
-        stack.push_async_callback(tasks.close)
-        late = LateServicer(leg)
-
-        def add(server: grpc.aio.Server) -> None:
-            services.add_to(server)
-            worker_pb2_grpc.add_WorkerServiceServicer_to_server(late, server)
-
-        names = (*services.names, WORKER_SERVICE)
-        address = f"{bracketed(config.host)}:{config.port}"
-        server = await GrpcServer.start(address, add, names, leg=leg, advertise_host=config.advertise_host)
-        stack.push_async_callback(server.stop, _STOP_GRACE)
-        stack.push_async_callback(session_tasks.close)
-        instance = config.instance or _default_name(config, server.port)
-        key = RowKey(instance, config.role, RankCoord())
-        incarnation = await mint_above_holders(config.bootstrap, key, channels, config.connect_timeout)
-        state = WorkerState(instance, config.role, incarnation, SessionTable(leg, incarnation), session_tasks)
-        engine = state.engine = EngineClient(
-            inference_config(config, socket_dir),
-            incarnation,
-            instance,
-            leg=leg,
-            command=engine_command,
-            watchdog_timeout=config.watchdog_timeout,
-            on_moves=state.moves.extend,
-        )
-        stack.push_async_callback(engine.close)
-        life = cls(config, server, state, engine, channels, tasks)
-        late.set(WorkerServicer(state, tasks, life.leave_placement))
-        tasks.spawn(state.lag.run(), "loop lag")
-        return life
-
-    def watch(self, stack: AsyncExitStack) -> RosterWatcher:
-        """Starts to watch the rank table."""
-        service = WatchedService(name=self.state.role.value.lower(), pid=os.getpid(), host=socket.gethostname())
-        watcher = RosterWatcher(self._config.bootstrap, service, self.channels)
-        watcher.start()
-        stack.push_async_callback(watcher.close)
-        return watcher
-
-    async def register(self, identity: WorkerIdentity, stop: Stop, stack: AsyncExitStack) -> bool:
-        """Puts the row into every Bootstrap; True once one has it, False when a stop came first."""
-        self._registration = registration = Registration(
-            self._config.bootstrap,
-            self._row(identity),
-            self.channels,
-            healthy=self.engine.progressing,
-            load=self.state.load,
-            on_fenced=self._on_replaced,
-            on_outranked=self._on_replaced,
-        )
-        registration.start()
-        stack.push_async_callback(registration.deregister)
-        if self.sessions.draining:
-            await registration.drain()
-
-        async def lease() -> None:
-            while not await registration.wait_registered(60.0):
-                logger.warning("no Bootstrap has answered yet")
-
-        registered = self.tasks.spawn(lease(), "wait for a lease")
-        try:
-            await self.any_set(stop.draining, also=registered)
-            return registered.done()
-        finally:
-            registered.cancel()
-
-    def _row(self, identity: WorkerIdentity) -> RankRow:
-        config, ready = self._config, identity.ready
-        spec = InstanceSpec(
-            name=identity.instance,
-            role=identity.role,
-            fingerprint=identity.fingerprint,
-            fingerprint_parts=ready.fingerprint_parts,
-            served_model_names=config.served_model_name or (Path(config.model).name,),
-            max_model_len=ready.max_model_len,
-            version=_version(),
-            tokenizer_digest=ready.fingerprint_parts.get("tokenizer", ""),
-            kv_capacity_tokens=ready.num_kv_tokens,
-            eos_token_ids=ready.eos_token_ids,
-            max_running=config.max_running,
-        )
-        return RankRow(
-            instance=spec,
-            coord=RankCoord(),
-            endpoint=self.server.endpoint,
-            incarnation=identity.incarnation,
-            layout=ready.layout,
-            descriptors=ready.descriptors,
-            load=self.state.load(),
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            engine_pid=self.engine.pid,
-        )
-
-    def _on_replaced(self, exc: FencedError) -> None:
-        self._replaced = exc
-        self._over.set()
-
-    # ---- waiting and ending -----------------------------------------------------------------------------
-
-    async def any_set(
-        self, *events: asyncio.Event, also: asyncio.Task[Any] | None = None, timeout: float | None = None
-    ) -> None:
-        """Waits for one of the events, the task or the timeout. Raises when the engine died or the row has a
-        later holder."""
-        every = (*events, self.engine.dead, self._over)
-        waits: list[asyncio.Task[Any]] = [self.tasks.spawn(event.wait(), "wait") for event in every]
-        try:
-            await asyncio.wait(
-                [*waits, *([also] if also is not None else [])], timeout=timeout, return_when=asyncio.FIRST_COMPLETED
-            )
-        finally:
-            for wait in waits:
-                wait.cancel()
-        if self.engine.death is not None:
-            raise UnavailableError(self.engine.death, leg=self.engine.leg, reason="ENGINE_DIED")
-        if self._replaced is not None:
-            raise self._replaced
-
-    async def unless_stopped(self, stop: Stop, work: Coroutine[Any, Any, T]) -> T | None:
-        """The work's result, or None when a stop came first. Raises what the work raises."""
-
-        async def outcome() -> T | PdmeshError:
-            try:
-                return await work
-            except PdmeshError as exc:
-                return exc
-
-        task = self.tasks.spawn(outcome(), "start")
-        stopped = self.tasks.spawn(stop.draining.wait(), "stopped")
-        try:
-            await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                return None
-            result = task.result()
-        finally:
-            stopped.cancel()
-            task.cancel()
-        if isinstance(result, PdmeshError):
-            raise result
-        return result
-
-    async def leave_placement(self) -> None:
-        """No new sessions from now on, here and in the rank table. Idempotent."""
-        self.sessions.drain(f"{self.state.instance} is draining")
-        self.state.membership = MembershipState.DRAINING
-        await self.server.set_serving(False)
-        if self._registration is not None:
-            await self._registration.drain()
-
-    async def give_up(self, why: PdmeshError) -> None:
-        """Refuses and ends everything: the engine died or the row has a later holder."""
-        self.sessions.drain(why.message)
-        self.sessions.cut(why.message, why.reason)
-        await self.server.set_serving(False)
-        await self.sessions.wait_idle(_STOP_GRACE)
-
-    async def drain(self, stop: Stop, limit: float) -> None:
-        """Lets sessions end, transfers included, for `limit` seconds or until the second stop; cuts the rest."""
-        loop = asyncio.get_running_loop()
-        await self.leave_placement()
-        end = loop.time() + limit
-        logger.info("draining %d streams, at most %.0f s", len(self.sessions), limit)
-        while loop.time() < end and not stop.now.is_set() and not self._quiet():
-            await self.any_set(stop.now, timeout=_DRAIN_LOOK)
-        if len(self.sessions):
-            logger.warning("cutting %d streams", len(self.sessions))
-            self.sessions.cut(f"{self.state.instance} stops")
-            await self.sessions.wait_idle(_STOP_GRACE)
-
-    def _quiet(self) -> bool:
-        """True when no stream is open and a heartbeat since then says that the engine has no session."""
-        stats = self.engine.stats
-        fresh = self.engine.stats_at > self.sessions.idle_since
-        return not len(self.sessions) and (
-            self.sessions.opened == 0 or (stats is not None and fresh and not stats.sessions)
-        )
-
-
-def _default_name(config: WorkerConfig, port: int) -> str:
-    """A name that no other worker of the mesh has: beyond this machine the port alone would not do."""
-    host = "" if is_loopback(config.advertise_host or config.host) else f"{socket.gethostname()}-"
-    return f"{config.role.value.lower()}-{host}{port}"
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("pdmesh")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    def _progressing(self) -> bool:
+        return self._life is None or self._life.engine.progressing()

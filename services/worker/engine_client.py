@@ -42,6 +42,8 @@ SOFT_WRITE_LIMIT = 32 * 1024 * 1024
 HARD_WRITE_LIMIT = 256 * 1024 * 1024
 REAP_SECONDS = 5.0
 EXIT_SECONDS = 0.02
+HEARTBEATS_MISSED = 2.0
+"""Seconds without a heartbeat, which comes each second, that are nothing to speak of."""
 
 MovesListener = Callable[[tuple[Move, ...]], None]
 
@@ -84,6 +86,8 @@ class EngineClient:
         self._closing = False
         self._frames_seen = 0
         self._outputs_seen = 0
+        self._silent = self._stuck = 0.0
+        """Seconds without a frame; with work pending and without a step."""
         self._dropped_frames = 0
         self.dead = asyncio.Event()
         self._stats_waiters: list[asyncio.Future[None]] = []
@@ -156,20 +160,22 @@ class EngineClient:
             self._transport.abort()
 
     async def _watch(self) -> None:
-        """Kills an engine that sends no frame. Counts its own ticks: when this loop itself was held up
-        or stopped, one long tick says nothing about the engine."""
+        """Kills an engine that sends no frame, or has work and makes no step. Counts its own ticks: when this
+        loop itself was held up or stopped, one long tick says nothing about the engine."""
         tick = min(1.0, self._watchdog_timeout / 5)
-        silent, seen = 0.0, self._frames_seen
+        seen, progress = self._frames_seen, self.progress
         while self._death is None:
             await asyncio.sleep(tick)
-            if self._frames_seen != seen:
-                silent, seen = 0.0, self._frames_seen
-                continue
-            silent += tick
+            self._silent = 0.0 if self._frames_seen != seen else self._silent + tick
+            busy = self.stats is not None and self.stats.busy
+            self._stuck = self._stuck + tick if busy and self.progress == progress else 0.0
+            seen, progress = self._frames_seen, self.progress
             if self._process is not None and self._process.poll() is not None:
                 self._die(f"engine ended with {_exit_text(self._process.returncode)}")
-            elif silent >= self._watchdog_timeout:
+            elif self._silent >= self._watchdog_timeout:
                 self._die(f"engine sent no frame for {self._watchdog_timeout:g} s")
+            elif self._stuck >= self._watchdog_timeout:
+                self._die(f"engine had work and made no step for {self._watchdog_timeout:g} s")
 
     def _die(self, why: str) -> None:
         """Fails everything at once. The process is killed: an engine that nobody hears must not push KV."""
@@ -228,9 +234,15 @@ class EngineClient:
         """Frames for sessions that had ended; normal after an abort."""
         return self._dropped_frames
 
+    @property
+    def stalled_seconds(self) -> float:
+        """Seconds for which the engine has said nothing, or made no step though there is work; 0 while all is well."""
+        stalled = max(self._silent, self._stuck)
+        return stalled if stalled > HEARTBEATS_MISSED else 0.0
+
     def progressing(self) -> bool:
-        """True while a lease may be renewed: the engine lives, and its heartbeat is not overdue."""
-        return self._death is None and time.monotonic() - self.stats_at < self._watchdog_timeout
+        """True while a lease may be renewed: the engine lives, and is not half-way to being killed by the watchdog."""
+        return self._death is None and self.stalled_seconds < self._watchdog_timeout / 2
 
     # ---- sessions ---------------------------------------------------------------------------------------
 

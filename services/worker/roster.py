@@ -138,6 +138,22 @@ class Roster:
         """The leader that is this life of a process."""
         return next((row for row in self._merged.values() if row.is_leader and row.incarnation == incarnation), None)
 
+    def others_serve(self, fingerprint: str, without: int) -> bool:
+        """True when a pair, or a MIXED instance, of that fingerprint is there besides the incarnation `without`.
+
+        READY rows count; with every Bootstrap silent, LOST ones too: they are most likely as alive as before.
+        """
+        states = {MembershipState.READY} if self.in_contact else {MembershipState.READY, MembershipState.LOST}
+        roles = {
+            row.instance.role
+            for row in self._merged.values()
+            if row.is_leader
+            and row.state in states
+            and row.instance.fingerprint == fingerprint
+            and row.incarnation != without
+        }
+        return Role.MIXED in roles or {Role.PREFILL, Role.DECODE} <= roles
+
     # ---- writing ----------------------------------------------------------------------------------
 
     def apply(self, bootstrap: str, event: WatchEvent, now: float) -> bool:

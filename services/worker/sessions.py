@@ -123,8 +123,8 @@ class SessionTable:
         """True after drain()."""
         return bool(self._draining)
 
-    def cut(self, why: str, reason: str = "DRAINING") -> None:
-        """Ends every open stream with UnavailableError."""
+    def cut(self, why: str, reason: str) -> None:
+        """Ends every open stream with UnavailableError. HANDOVER says that nothing has failed."""
         for scope in list(self._live):
             scope.abort(UnavailableError(why, leg=self._leg, reason=reason, peer_incarnation=self._incarnation))
 

@@ -6,12 +6,11 @@ last heartbeat. Everything else is live.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import grpc
 
 from engine_core.host.frames import Stats
 from engine_core.lifecycle.membership import MembershipState
-from engine_core.types.errors import NotFoundError, UnavailableError
+from engine_core.types.errors import FencedError, InvalidRequestError, NotFoundError, UnavailableError
 from engine_core.types.ids import Incarnation, RankCoord
 from engine_core.types.request import Role
 from pdmesh.common.v1 import worker_pb2, worker_pb2_grpc
@@ -32,14 +31,18 @@ from services.wire.common import (
     coord_to_proto,
     load_to_proto,
     move_to_proto,
+    role_from_proto,
     role_to_proto,
 )
+from services.worker.drain import Drain, DrainOrder
 from services.worker.engine_client import EngineClient
 from services.worker.identity import WorkerIdentity
 from services.worker.sessions import SessionTable
 
 MAX_ROOMS = 10_000
 MAX_PROFILE_STEPS = 10_000
+MAX_LIMIT = 30 * 24 * 3600.0
+"""Seconds that a drain may be told to wait."""
 STATS_SECONDS = 0.5
 """How long GetStats waits for the engine's figures of now; a long step may keep them."""
 
@@ -55,6 +58,7 @@ class WorkerState:
         self.moves, self.lag = MoveRing(), LoopLagMonitor()
         self.started = time.monotonic()
         self.membership = MembershipState.JOINING
+        self.drain = Drain()
         self.engine: EngineClient | None = None
         self.identity: WorkerIdentity | None = None
 
@@ -84,13 +88,13 @@ class WorkerState:
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """Serves WorkerService. `drain` stops admission everywhere; it is called at most once."""
+    """Serves WorkerService. `order` begins a drain at once, or changes one; `last_pair` is true when no other
+    pair of the own fingerprint is ready."""
 
-    def __init__(self, state: WorkerState, tasks: TaskOwner, drain: Callable[[], Awaitable[None]]) -> None:
-        self._state, self._tasks, self._drain = state, tasks, drain
+    def __init__(self, state: WorkerState, order: Callable[[DrainOrder], None], last_pair: Callable[[], bool]) -> None:
+        self._state, self._order, self._last_pair = state, order, last_pair
         self._profile_path = ""
         self._host = socket.gethostname()
-        self._draining: asyncio.Task[None] | None = None
 
     async def GetStats(
         self, request: worker_pb2.GetStatsRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -129,6 +133,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             fingerprint=state.identity.fingerprint if state.identity is not None else "",
             loop_lag_p99_seconds=state.lag.p99(),
             counters=state.counters(),
+            drain_note=state.drain.note,
+            drained=state.drain.done,
+            stalled_seconds=state.engine.stalled_seconds if state.engine is not None else 0.0,
         )
 
     async def Explain(
@@ -166,12 +173,54 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def DrainWorker(
         self, request: worker_pb2.DrainWorkerRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.DrainWorkerResponse:
-        """Takes no new sessions from now on; the process stays. With a limit, what is left then is cut."""
-        if self._draining is None:
-            self._draining = self._tasks.spawn(self._drain_within(request.limit_seconds), "drain")
-        return worker_pb2.DrainWorkerResponse(sessions=len(self._state.sessions))
+        """Takes no new sessions from now on; what becomes of those that are there, services/worker/drain.py says.
+        The process stays unless `stop` is set."""
+        self._check(request.incarnation)
+        self._order(DrainOrder(_limit(request), force=request.force, stop=request.stop))
+        return worker_pb2.DrainWorkerResponse(sessions=len(self._state.sessions), last_pair=self._last_pair())
 
-    async def _drain_within(self, limit: float) -> None:
-        await self._drain()
-        if limit > 0 and not await self._state.sessions.wait_idle(limit):
-            self._state.sessions.cut("the worker was drained")
+    async def ChangeRole(
+        self, request: worker_pb2.ChangeRoleRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.ChangeRoleResponse:
+        """Drains, then begins another life in that role. Raises UnavailableError while the worker starts or stops,
+        FencedError (LAST_PAIR) when nobody could serve the fingerprint meanwhile, unless it is forced."""
+        state = self._state
+        role = role_from_proto(request.role)
+        self._check(request.incarnation)
+        order = state.drain.order
+        if state.membership is MembershipState.JOINING:
+            raise UnavailableError(f"{state.instance} is starting", reason="JOINING", retry_after=1.0)
+        if order is not None and order.stop:
+            raise UnavailableError(f"{state.instance} is stopping", reason="STOPPING", retryable=False)
+        if role is state.role and order is None:
+            return worker_pb2.ChangeRoleResponse(sessions=len(state.sessions), changed=False)
+        if not request.force and order is None and self._last_pair():
+            raise FencedError(
+                f"{state.instance} is part of the last pair of its fingerprint: nobody could serve while it changes; "
+                "add a pair first, or use force",
+                reason="LAST_PAIR",
+                retryable=False,
+                peer_incarnation=state.incarnation,
+            )
+        self._order(DrainOrder(_limit(request), force=request.force, role=role))
+        return worker_pb2.ChangeRoleResponse(sessions=len(state.sessions), changed=True)
+
+    def _check(self, incarnation: int) -> None:
+        """Raises FencedError when the caller means another life. 0 means any."""
+        if incarnation not in (0, self._state.incarnation):
+            raise FencedError(
+                f"{self._state.instance} is incarnation {self._state.incarnation}; incarnation {incarnation} was meant",
+                reason="INCARNATION_MISMATCH",
+                peer_incarnation=self._state.incarnation,
+            )
+
+
+def _limit(request: worker_pb2.DrainWorkerRequest | worker_pb2.ChangeRoleRequest) -> float | None:
+    """Seconds. Raises InvalidRequestError for what is no number of seconds."""
+    if not request.HasField("limit_seconds"):
+        return None
+    if not 0 <= request.limit_seconds <= MAX_LIMIT:  # NaN too
+        raise InvalidRequestError(
+            f"limit_seconds is {request.limit_seconds}, must be in [0, {MAX_LIMIT:g}]", field="limit_seconds"
+        )
+    return request.limit_seconds

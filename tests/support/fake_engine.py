@@ -170,6 +170,7 @@ class FakeEngine:
         descriptors: tuple[TransferDescriptor, ...] = ()
         if path := self._script.get("socket"):
             listener = socket.socket(socket.AF_UNIX)
+            Path(path).unlink(missing_ok=True)  # of a former life
             listener.bind(path)
             listener.listen()
             self._selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -309,7 +310,7 @@ class FakeEngine:
             sessions=len(self._sessions),
             kv=KvUsage(total=64, free=64),
             steps=self._steps,
-            busy=bool(self._sessions),
+            busy=self._decoding(),
             pairs=pairs,
             counters={"steps": float(self._steps)},
         )

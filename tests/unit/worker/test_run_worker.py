@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,8 @@ from pdmesh.bootstrap.v1 import bootstrap_service_pb2_grpc, rank_table_pb2
 from pdmesh.common.v1 import generation_pb2, identity_pb2, worker_pb2, worker_pb2_grpc
 from pdmesh.decode.v1 import decode_service_pb2, decode_service_pb2_grpc
 from services.bootstrap import main as bootstrap_main
+from services.cli.workers import services_of
 from services.config import BootstrapConfig, WorkerConfig
-from services.decode.main import DecodeServices
-from services.prefill.main import PrefillServices
 from services.runtime.channels import ChannelPool
 from services.runtime.errors import from_rpc_error
 from services.runtime.tasks import Stop
@@ -39,7 +38,13 @@ class Running:
 
     def __init__(self) -> None:
         self.stop, self.info = Stop(), asyncio.get_running_loop().create_future()
+        self.lives: list[dict[str, Any]] = []
         self.task: asyncio.Task[None] | None = None
+
+    def told(self, info: dict[str, Any]) -> None:
+        self.lives.append(info)
+        if not self.info.done():
+            self.info.set_result(info)
 
     async def ready(self) -> dict[str, Any]:
         assert self.task is not None
@@ -63,9 +68,8 @@ class Bench:
         fields = {"drain_timeout": 5.0, "socket_dir": str(self.folder)} | config
         settings = WorkerConfig(role=role, model="/models/echo", bootstrap=(self.bootstrap,), instance=name, **fields)
         command = fake_engine.command(socket=str(self.folder / f"{len(self.workers)}.sock"), **(script or {}))
-        services = PrefillServices() if role is Role.PREFILL else DecodeServices()
         made.task = asyncio.ensure_future(
-            run_worker(settings, made.stop, made.info.set_result, services, engine_command=command)
+            run_worker(settings, made.stop, made.told, services_of, engine_command=command)
         )
         self.workers.append(made)
         return made
@@ -190,10 +194,17 @@ async def test_drain_timeout_cuts_streams(tmp_path: Path) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await tokens_of(call)
         error = from_rpc_error(caught.value, Leg.UNKNOWN)
-        assert (error.reason, error.retryable) == ("DRAINING", True)
+        assert (error.reason, error.retryable) == ("HANDOVER", True)
         assert running.task is not None
         async with asyncio.timeout(10):
             await running.task
+
+
+async def until_stats(stub: Any, reached: Callable[[Any], bool]) -> Any:
+    async with asyncio.timeout(15):
+        while not reached(stats := await stub.GetStats(worker_pb2.GetStatsRequest(), timeout=5)):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    return stats
 
 
 async def test_drain_worker_call_keeps_the_process(tmp_path: Path) -> None:
@@ -203,18 +214,107 @@ async def test_drain_worker_call_keeps_the_process(tmp_path: Path) -> None:
         call = made.generate(mixed, None, 1, "hold:d.decoding")
         assert (await call.read()).token_ids[0] == 11
         stub = made.worker_stub(mixed)
-        answer = await stub.DrainWorker(worker_pb2.DrainWorkerRequest(limit_seconds=0.3), timeout=5)
-        assert answer.sessions == 1
-        with pytest.raises(grpc.aio.AioRpcError, match="was drained"):
+        # Nobody could take over: without force it waits, whatever the limit.
+        answer = await stub.DrainWorker(worker_pb2.DrainWorkerRequest(limit_seconds=0.0), timeout=5)
+        assert (answer.sessions, answer.last_pair) == (1, True)
+        stats = await until_stats(stub, lambda s: "force hands over" in s.drain_note)
+        assert (stats.state, stats.streams, stats.drained) == ("DRAINING", 1, False)
+        await stub.DrainWorker(worker_pb2.DrainWorkerRequest(limit_seconds=0.1, force=True), timeout=5)
+        with pytest.raises(grpc.aio.AioRpcError, match="hands its streams over") as caught:
             await tokens_of(call)
-        stats = await stub.GetStats(worker_pb2.GetStatsRequest(), timeout=5)
-        assert (stats.state, stats.streams) == ("DRAINING", 0)
+        error = from_rpc_error(caught.value, Leg.UNKNOWN)
+        assert (error.reason, error.retryable, error.peer_incarnation) == ("HANDOVER", True, mixed["incarnation"])
+        stats = await until_stats(stub, lambda s: s.drained)
+        assert (stats.state, stats.streams, stats.sessions, stats.drain_note) == ("DRAINING", 0, 0, "drained")
         assert running.task is not None and not running.task.done()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.StopProfile(worker_pb2.StopProfileRequest(), timeout=5)
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         profile = await stub.StartProfile(worker_pb2.StartProfileRequest(steps=3), timeout=5)
         assert (await stub.StopProfile(worker_pb2.StopProfileRequest(), timeout=5)).path == profile.path
+        await stub.DrainWorker(worker_pb2.DrainWorkerRequest(stop=True), timeout=5)
+        async with asyncio.timeout(10):
+            await running.task
+        assert await made.rows() == []
+
+
+async def test_with_another_pair_there_the_limit_hands_over_unforced(tmp_path: Path) -> None:
+    async with bench(tmp_path) as made:
+        running = made.worker(Role.MIXED, "a")
+        mixed = await running.ready()
+        await made.worker(Role.MIXED, "b").ready()
+        call = made.generate(mixed, None, 1, "hold:d.decoding")
+        assert (await call.read()).token_ids[0] == 11
+        stub = made.worker_stub(mixed)
+        wrong = worker_pb2.DrainWorkerRequest(incarnation=mixed["incarnation"] + 1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.DrainWorker(wrong, timeout=5)
+        assert from_rpc_error(caught.value, Leg.UNKNOWN).reason == "INCARNATION_MISMATCH"
+        with pytest.raises(grpc.aio.AioRpcError, match="limit_seconds"):
+            await stub.DrainWorker(worker_pb2.DrainWorkerRequest(limit_seconds=float("nan")), timeout=5)
+
+        async def both_known() -> bool:
+            return [row.state for row in await made.rows()] == [rank_table_pb2.MEMBERSHIP_STATE_READY] * 2
+
+        async with asyncio.timeout(10):
+            while not await both_known():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await stub.DrainWorker(worker_pb2.DrainWorkerRequest(limit_seconds=0.0, stop=True), timeout=5)
+        with pytest.raises(grpc.aio.AioRpcError, match="hands its streams over"):
+            await tokens_of(call)
+        assert running.task is not None
+        async with asyncio.timeout(10):
+            await running.task
+        assert [row.instance.name for row in await made.rows()] == ["b"]
+
+
+async def test_a_change_of_role_is_another_life_on_the_same_port(tmp_path: Path) -> None:
+    async with bench(tmp_path) as made:
+        running = made.worker(Role.MIXED, "m")
+        mixed = await running.ready()
+        stub = made.worker_stub(mixed)
+        same = await stub.ChangeRole(worker_pb2.ChangeRoleRequest(role=identity_pb2.ROLE_MIXED), timeout=5)
+        assert (same.changed, same.sessions) == (False, 0)
+        request = worker_pb2.ChangeRoleRequest(role=identity_pb2.ROLE_PREFILL, incarnation=mixed["incarnation"])
+        with pytest.raises(grpc.aio.AioRpcError, match="last pair") as caught:
+            await stub.ChangeRole(request, timeout=5)
+        error = from_rpc_error(caught.value, Leg.UNKNOWN)
+        assert (error.reason, error.retryable) == ("LAST_PAIR", False)
+        call = made.generate(mixed, None, 1, "hold:d.decoding")
+        assert (await call.read()).token_ids[0] == 11
+        request.force, request.limit_seconds = True, 0.0
+        assert (await stub.ChangeRole(request, timeout=5)).changed
+        with pytest.raises(grpc.aio.AioRpcError, match="hands its streams over"):
+            await tokens_of(call)
+        async with asyncio.timeout(20):
+            while len(running.lives) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        changed = running.lives[1]
+        assert (changed["service"], changed["instance"], changed["port"]) == ("prefill", "m", mixed["port"])
+        assert changed["incarnation"] > mixed["incarnation"] and changed["engine_pid"] != mixed["engine_pid"]
+        assert not Path(f"/proc/{mixed['engine_pid']}").exists()
+        (row,) = await made.rows()
+        assert (row.instance.role, row.incarnation) == (identity_pb2.ROLE_PREFILL, changed["incarnation"])
+        decode = await made.worker(Role.DECODE, "d").ready()
+        assert await tokens_of(made.generate(decode, changed, 2)) == [11, 12, 13, 14, 11]
+        running.stop.request()
+        assert running.task is not None
+        async with asyncio.timeout(10):
+            await running.task
+
+
+async def test_a_drained_worker_comes_back_in_its_own_role(tmp_path: Path) -> None:
+    async with bench(tmp_path) as made:
+        running = made.worker(Role.MIXED, "m")
+        first = await running.ready()
+        stub = made.worker_stub(first)
+        await stub.DrainWorker(worker_pb2.DrainWorkerRequest(), timeout=5)
+        await until_stats(stub, lambda s: s.drained)
+        assert (await stub.ChangeRole(worker_pb2.ChangeRoleRequest(role=identity_pb2.ROLE_MIXED), timeout=5)).changed
+        async with asyncio.timeout(20):
+            while len(running.lives) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert await tokens_of(made.generate(running.lives[1], None, 2)) == [11, 12, 13, 14, 11]
 
 
 async def test_engine_death_ends_the_process_after_its_streams(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ async def test_drain_refuses_and_waits_and_cut_ends() -> None:
         made.enter(SessionId(2))
     assert (caught.value.reason, caught.value.retryable, made.refused) == ("DRAINING", True, 1)
     assert not await made.wait_idle(0.01)
-    made.cut("gone")
+    made.cut("gone", "HANDOVER")
     with pytest.raises(UnavailableError, match="gone"):
         await task
     assert await made.wait_idle(1.0)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import math
 import re
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -133,6 +135,12 @@ def request_id_of(scope: Scope) -> str:
     return str(scope["pdmesh.request_id"])
 
 
+def client_of(request: Request, user: str | None) -> str:
+    """Whom a request is from, for fair queueing: the API key (its digest) and the user that the body names."""
+    key = request.headers.get("authorization") or request.headers.get("x-api-key") or ""
+    return f"{hashlib.sha256(key.encode()).hexdigest()[:16] if key else ''}/{(user or '')[:256]}"
+
+
 def traceparent_of(request: Request) -> str:
     """The client's trace context; empty without one, or with what is none (gRPC would refuse it as metadata)."""
     given = request.headers.get("traceparent", "")
@@ -203,18 +211,12 @@ class EventStream:
         self.stall = stall
         self._lock = asyncio.Lock()
         self.started = False
-        self.waker: asyncio.Task[None] | None = None
-        """Sends comments until the first event."""
+        self.last_at = time.monotonic()
+        """When something was sent last; at first, when the response began."""
 
     async def write(self, data: bytes) -> None:
-        """Sends whole events; waits while the client reads slowly."""
-        if self.waker is not None:
-            self.waker.cancel()
-            self.waker = None
-        await self.send(data)
-
-    async def send(self, data: bytes) -> None:
-        """Sends a comment, or an event."""
+        """Sends whole events, or a comment; waits while the client reads slowly."""
+        self.last_at = time.monotonic()
         if not self.started:
             await self._start()
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
@@ -250,8 +252,9 @@ OnEnd = Callable[[BaseException | None, bool], None]
 class EventResponse(Response):
     """Runs `produce(stream)` as the response.
 
-    A failure before the first event is a real status; after it, an error event and [DONE]. While nothing has
-    been sent for `comment_after` seconds, comments keep the connection awake (and fix the status at 200).
+    A failure before the first event is a real status; after it, an error event and [DONE]. Whenever nothing was
+    sent for `comment_after` seconds, before token 1 or while a broken stream waits for a worker, a comment keeps
+    the connection awake (and fixes the status at 200).
     A client that takes nothing for `stall` seconds counts as gone.
     """
 
@@ -292,7 +295,7 @@ class EventResponse(Response):
             self._on_end(failure, stream.started)
 
     async def _run(self, stream: EventStream) -> None:
-        waker = stream.waker = self._tasks.spawn(self._keep_awake(stream), "keep awake")
+        waker = self._tasks.spawn(self._keep_awake(stream), "keep awake")
         try:
             await self._produce(stream)
         finally:
@@ -300,9 +303,12 @@ class EventResponse(Response):
 
     async def _keep_awake(self, stream: EventStream) -> None:
         while True:
-            await asyncio.sleep(self._comment_after)
+            quiet = time.monotonic() - stream.last_at
+            if quiet < self._comment_after:
+                await asyncio.sleep(self._comment_after - quiet)
+                continue
             with contextlib.suppress(CancelledSessionError):
-                await stream.send(b": wait\n\n")
+                await stream.write(b": wait\n\n")
 
     async def _fail(self, exc: PdmeshError, stream: EventStream, scope: Scope, receive: Receive, send: Send) -> None:
         if not stream.started:

@@ -7,9 +7,17 @@
     5. tokens → text → the client                        (STREAMING is FIRST_TOKEN going on)
     6. stop, length                                      FINISHED; or FAILED, CANCELLED
 
-A failure before token 1 that may succeed elsewhere goes back to 2 as the next attempt, away from whom it
-is blamed on, within the deadline. After token 1 it ends the sample. Cancelling the task cancels the call
-at once, in any state; the worker aborts its session by that.
+A failure that may succeed elsewhere goes back to 2 as the next attempt, away from whom it is blamed on,
+within the deadline:
+
+    before token 1   REPLANNED: the same request once more
+    after it         RESUMING: prompt and emitted tokens, the same seed, age and limits, under the fingerprint
+                     that token 1 came from; its first new token is RESUMED. What was taken stays taken: text,
+                     stop strings and counts live here, and a new attempt only adds to them.
+
+Attempts are fenced by construction: the old call is cancelled and never read again before the next one is
+made; a worker refuses an attempt that is not above all it has seen. Cancelling the task cancels the call at
+once, in any state; the worker aborts its session by that.
 """
 
 from __future__ import annotations
@@ -25,6 +33,7 @@ import grpc
 import msgspec
 
 from engine_core.types.errors import (
+    CancelledSessionError,
     ContextLengthError,
     DeadlineError,
     InternalError,
@@ -43,14 +52,12 @@ from services.router.mesh import Mesh
 from services.router.options import GenerationOptions
 from services.router.output_text import OutputText
 from services.router.placement import Placement
+from services.router.retry import Attempts, backoff
 from services.router.rooms import route_of
 from services.router.trace import Trace
 from services.runtime.errors import from_rpc_error
 from services.wire.bootstrap import RankRow, peer_to_proto
 from services.wire.generation import finish_from_proto, spec_to_proto
-
-_BACKOFF = 0.05
-"""Seconds before the first new attempt; doubled for each further one, and drawn between half and all of it."""
 
 
 class SampleSpec(msgspec.Struct, frozen=True):
@@ -113,6 +120,8 @@ class Journey:
         self._output: OutputText | None = None
         self._received = 0
         self._attempt = 0
+        self._since = 0
+        """Tokens that were there when the present attempt began."""
         self._limit = 0
         self._first_at = 0.0
         self._last_at = 0.0
@@ -150,55 +159,65 @@ class Journey:
 
     async def _run(self, sink: Sink) -> SampleResult:
         avoid: set[int] = set()
-        spent = 0
+        attempts = Attempts(self._mesh.max_attempts)
         while True:
             placement = await self._place(avoid)
+            self._since = self._received
             try:
                 return await self._try(placement, sink)
             except PdmeshError as exc:
                 # A deadline that may be tried again was a worker's, not the request's own.
                 if exc.retryable or not isinstance(exc, DeadlineError | InvalidRequestError):
                     avoid.add(self._blame(placement, exc))
-                spent += exc.reason != FinishReason.PREEMPTED.name
-                if not self._may_replan(exc, spent):
+                attempts.failed(exc, self._received - self._since, open_stream=self._received > 0)
+                if not exc.retryable or attempts.exhausted or time.monotonic() >= self._spec.deadline:
                     _name_field_for_client(exc)
                     raise
                 self._mesh.metrics.replans.labels(exc.leg.value, exc.reason).inc()
-                self._move("REPLANNED", f"{exc.leg.value} {exc.reason}: {exc.message}")
+                state = "RESUMING" if self._received else "REPLANNED"
+                self._move(state, f"{exc.leg.value} {exc.reason}: {exc.message}")
             self._attempt += 1
-            await self._back_off(spent)
+            left = self._spec.deadline - time.monotonic()
+            await asyncio.sleep(min(backoff(attempts.fruitless, self._mesh.rng), max(left, 0.0)))
 
     async def _place(self, avoid: set[int]) -> Placement:
-        """Waits up to peer_wait for a pair, and not beyond the deadline."""
-        give_up = min(time.monotonic() + self._mesh.peer_wait, self._spec.deadline)
+        """Waits for a pair: an open stream until its deadline, others up to peer_wait."""
+        now = time.monotonic()
+        prompt = len(self._spec.prompt_token_ids)
+        open_stream = self._received > 0
+        give_up = self._spec.deadline if open_stream else min(now + self._mesh.peer_wait, self._spec.deadline)
         while True:
             try:
-                placement = self._mesh.place(self.room, len(self._spec.prompt_token_ids), avoid, self._fingerprint)
+                placement = self._mesh.place(
+                    self.room, prompt + self._received, avoid, self._fingerprint, whole_tokens=prompt + self._limit
+                )
                 break
             except UnavailableError as exc:
                 left = give_up - time.monotonic()
-                if left <= 0 or exc.reason == "FINGERPRINT_MISMATCH" or not await self._mesh.table.wait_change(left):
+                hopeless = exc.reason == "FINGERPRINT_MISMATCH" and not open_stream
+                if left <= 0 or hopeless or not await self._mesh.table.wait_change(left):
                     raise
-        limit = placement.token_limit - len(self._spec.prompt_token_ids)
-        wanted = self._spec.options.max_tokens
-        fits = limit if wanted is None else min(limit, wanted)
-        self._limit = min(self._limit, fits) if self._limit else fits
+        if not open_stream:
+            # An open stream keeps its limit: a worker that holds less than that ends it by its own.
+            limit = placement.token_limit - prompt
+            wanted = self._spec.options.max_tokens
+            fits = limit if wanted is None else min(limit, wanted)
+            self._limit = min(self._limit, fits) if self._limit else fits
+            self._placed_at = time.monotonic()
         self._placement = placement
         names = " + ".join(row.instance.name for row in placement.rows)
-        self._placed_at = time.monotonic()
         self._move("PLACED", names)
         return placement
 
     async def _try(self, placement: Placement, sink: Sink) -> SampleResult:
         """One attempt. Raises PdmeshError."""
         mesh = self._mesh
-        self._fingerprint = placement.decode.instance.fingerprint if self._received else ""
         request = self._request(placement)
         timeout = self._spec.deadline - time.monotonic()
         if timeout <= 0:
             raise DeadlineError("the request's deadline passed before it could be sent", leg=Leg.ROUTER)
         mesh.recorder.record(route_of(self.room, self._attempt, self._spec.request_id, placement))
-        # Those that count this sample as theirs; the prefill only until token 1.
+        # Those that count this sample as theirs; the prefill only until the attempt's first token.
         held = list(placement.rows)
         for row in held:
             mesh.enter(row)
@@ -210,7 +229,7 @@ class Journey:
                 try:
                     return await self._read(call, placement, held, sink)
                 except grpc.aio.AioRpcError as exc:
-                    raise from_rpc_error(exc, Leg.DECODE) from exc
+                    raise _of_the_call(exc) from exc
                 finally:
                     call.cancel()  # nothing when it has ended
         finally:
@@ -292,16 +311,20 @@ class Journey:
                 reason="TOKEN_GAP" if first_index > self._received else "TOKEN_OVERLAP",
             )
         now = time.monotonic()
+        if self._received == self._since:  # the attempt's first token
+            if self._received:
+                self._move("RESUMED")
+            if placement.prefill is not None:
+                held.remove(placement.prefill)
+                self._mesh.leave(placement.prefill)
         if self._received == 0:
             self._first_at = now
+            self._fingerprint = placement.decode.instance.fingerprint
             self._mesh.metrics.ttft.observe(now - self._spec.arrival)
             self._mesh.history.first_token(now - self._spec.arrival, count)
             self._move("FIRST_TOKEN")
             for _ in range(count - 1):  # they came with it
                 self._mesh.metrics.itl.observe(0.0)
-            if placement.prefill is not None:
-                held.remove(placement.prefill)
-                self._mesh.leave(placement.prefill)
         else:
             gap = (now - self._last_at) / count
             self._mesh.history.tokens(gap, count)
@@ -355,16 +378,6 @@ class Journey:
             self._mesh.suspect(guilty)
         return guilty
 
-    def _may_replan(self, exc: PdmeshError, spent: int) -> bool:
-        if self._received:  # the client has seen text: going on elsewhere is resume's job
-            return False
-        left = self._spec.deadline - time.monotonic()
-        return exc.retryable and spent < self._mesh.max_attempts and left > 0
-
-    async def _back_off(self, spent: int) -> None:
-        longest = _BACKOFF * 2 ** max(spent - 1, 0)
-        await asyncio.sleep(self._mesh.rng.uniform(longest / 2, longest))
-
     def _move(self, state: str, reason: str = "") -> None:
         self._trace.move(self.room, self._attempt, state, reason)
 
@@ -374,3 +387,11 @@ def _name_field_for_client(exc: PdmeshError) -> None:
     if isinstance(exc, ContextLengthError):
         exc.field = "prompt"
     exc.field = exc.field.removeprefix("request.").removeprefix("sampling.")
+
+
+def _of_the_call(exc: grpc.aio.AioRpcError) -> PdmeshError:
+    """What a failed call means. A cancel that the worker speaks of is not ours: that one never ends up here."""
+    error = from_rpc_error(exc, Leg.DECODE)
+    if not isinstance(error, CancelledSessionError):
+        return error
+    return PeerFailedError(error.message, leg=error.leg, peer_incarnation=error.peer_incarnation)

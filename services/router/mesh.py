@@ -33,7 +33,7 @@ class Mesh:
         policy: PlacementPolicy,
         recorder: RoomRecorder,
         metrics: RouterMetrics,
-        max_attempts: int = 3,
+        max_attempts: int = 5,
         peer_wait: float = 1.0,
         rng: random.Random | None = None,
     ) -> None:
@@ -47,7 +47,9 @@ class Mesh:
         self._suspects: dict[int, float] = {}
         self._turn = 0
 
-    def place(self, room: int, prompt_tokens: int, avoid: set[int], fingerprint: str) -> Placement:
+    def place(
+        self, room: int, prompt_tokens: int, avoid: set[int], fingerprint: str, *, whole_tokens: int = 0
+    ) -> Placement:
         """Raises UnavailableError or ContextLengthError; see placement.choose."""
         now = time.monotonic()
         for incarnation in [i for i, until in self._suspects.items() if until <= now]:
@@ -62,6 +64,7 @@ class Mesh:
             rng=self.rng,
             signals=Signals(self.in_flight, avoid | self._suspects.keys()),
             prompt_tokens=prompt_tokens,
+            whole_tokens=whole_tokens,
             fingerprint=fingerprint,
         )
 

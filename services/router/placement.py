@@ -68,10 +68,12 @@ def choose(
     rng: random.Random,
     signals: Signals = _NO_SIGNALS,
     prompt_tokens: int = 0,
+    whole_tokens: int = 0,
     fingerprint: str = "",
 ) -> Placement:
-    """Returns where an attempt of `room` runs. `turn` counts calls, for round_robin; `fingerprint`, when
-    set, is the one that an earlier attempt ran under.
+    """Returns where an attempt of `room` runs. `turn` counts calls, for round_robin. `prompt_tokens` are those
+    that must be held with one more; rows that hold `whole_tokens` are preferred. `fingerprint`, when set, is
+    the one that an earlier attempt ran under.
 
     Raises UnavailableError when no pair can be formed: it names what is missing, or the fingerprint part
     that differs (`field`). Raises ContextLengthError when no pair that there is holds prompt_tokens + 1.
@@ -87,7 +89,8 @@ def choose(
         raise _nobody(rows, tokenizer_digest)
 
     def rank(row: RankRow) -> int:
-        return 2 * _STATES.index(row.state) + (row.incarnation in signals.avoid)
+        short = row_limit(row) < whole_tokens
+        return 4 * _STATES.index(row.state) + 2 * short + (row.incarnation in signals.avoid)
 
     def pair_rank(decode: RankRow, prefills: list[RankRow]) -> tuple[int, int]:
         ranks = (rank(decode), min(map(rank, prefills), default=0))

@@ -167,6 +167,7 @@ class Harness:
 
     def __init__(self, endpoint: str, bootstrap: str, model: str, stack: AsyncExitStack) -> None:
         self.endpoint, self.bootstrap, self.model = endpoint, bootstrap, model
+        self.digest = tokenizer_digest(Path(model))
         self.url = f"http://{endpoint}"
         self.tokenizer = RouterTokenizer.load(model)
         self.http = httpx.AsyncClient(base_url=self.url, timeout=30, trust_env=False)

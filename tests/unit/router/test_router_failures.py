@@ -28,6 +28,7 @@ from tests.support.fake_decode import (
     PARTS,
     FakeDecode,
     Harness,
+    Script,
     prefill_row,
     running_router,
     says,
@@ -179,7 +180,7 @@ async def test_a_dead_worker_is_left_for_the_other_one() -> None:
 )
 async def test_when_no_attempt_helps(failure: PdmeshError, status: int, code: str, attempts: int) -> None:
     fake = FakeDecode(lambda request: [failure])
-    async with running_router(tiny_model(), fake) as router:
+    async with running_router(tiny_model(), fake, max_attempts=3) as router:
         for streaming in (False, True):
             fake.requests.clear()
             body = {**COMPLETION, "stream": streaming}
@@ -205,12 +206,17 @@ async def test_preempted_requests_cost_no_attempt() -> None:
         assert [r.request.session.attempt for r in fake.requests] == [0, 1, 2]
 
 
+def breaks_after(ids: list[int]) -> Script:
+    """Gives these tokens to a new request, and nothing to one that goes on from them."""
+    failure = PeerFailedError("prefill is gone", leg=Leg.PREFILL)
+    return lambda request: [failure] if request.request.emitted_token_ids else [tokens(0, ids), failure]
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
-async def test_a_failure_after_token_1_is_an_error_event(path: str) -> None:
+async def test_an_output_that_cannot_go_on_ends_in_an_error_event(path: str) -> None:
     fake = FakeDecode(says([5]))
-    async with running_router(tiny_model(), fake) as router:
-        the = router.ids("the")
-        fake.script = lambda request: [tokens(0, the), PeerFailedError("prefill is gone", leg=Leg.PREFILL)]
+    async with running_router(tiny_model(), fake, max_attempts=1) as router:
+        fake.script = breaks_after(router.ids("the"))
         body = {"messages": USER} if "chat" in path else {"text": "x"} if path == "/generate" else COMPLETION
         response = await router.http.post(path, json={**body, "stream": True})
         assert response.status_code == 200
@@ -219,7 +225,7 @@ async def test_a_failure_after_token_1_is_an_error_event(path: str) -> None:
         error = json.loads(blocks[-2].removeprefix("data: "))["error"]
         assert (error["code"], error["message"]) == ("peer_failed", "prefill is gone")
         assert "the" in response.text
-        assert len(fake.requests) == 1
+        assert [len(r.request.emitted_token_ids) for r in fake.requests] == [0, len(router.ids("the"))]
         assert (await router.http.post(path, json=body)).status_code == 503
         metrics = (await router.http.get("/metrics")).text
         assert f'pdmesh_router_requests_total{{end="broken",path="{path}"}} 1.0' in metrics
@@ -227,8 +233,7 @@ async def test_a_failure_after_token_1_is_an_error_event(path: str) -> None:
 
 
 async def test_the_sdk_raises_on_an_error_event() -> None:
-    fake = FakeDecode(lambda request: [tokens(0, [70]), PeerFailedError("prefill is gone", leg=Leg.PREFILL)])
-    async with running_router(tiny_model(), fake) as router:
+    async with running_router(tiny_model(), FakeDecode(breaks_after([70])), max_attempts=1) as router:
         stream = await router.client.chat.completions.create(model="default", messages=USER, stream=True)
         with pytest.raises(openai.APIError, match="prefill is gone"):
             async for _ in stream:
@@ -244,9 +249,10 @@ async def test_gaps_and_overlaps_are_caught(second: int, code: str) -> None:
 
 
 async def test_a_stream_that_ends_without_an_end_is_no_output() -> None:
-    fake = FakeDecode(lambda request: [tokens(0, [70])])
-    async with running_router(tiny_model(), fake) as router:
+    fake = FakeDecode(lambda request: [] if request.request.emitted_token_ids else [tokens(0, [70])])
+    async with running_router(tiny_model(), fake, max_attempts=1) as router:
         assert (await router.http.post("/v1/completions", json=COMPLETION)).status_code == 503
+        assert len(fake.requests) == 2
 
 
 async def _open(router: Harness, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -1,0 +1,66 @@
+"""When a sample is tried again, and how soon. Pure: time and chance are arguments.
+
+attempts   max_attempts counts attempts IN A ROW that brought no new token: one new token, and the count
+           starts over. What a worker gave back (PREEMPTED, HANDOVER) costs no attempt, nor does on an open
+           stream what nobody took up (a full queue, a worker that drains or can't be reached): such a
+           stream waits until its deadline, which bounds the whole.
+pace       before each new attempt a wait that doubles with every one in a row that brought nothing, from
+           50 ms to 2 s, drawn between half and all of it. It counts the free ones too.
+"""
+
+from __future__ import annotations
+
+import random
+
+from engine_core.types.errors import FencedError, PdmeshError, QueueFullError
+
+FIRST_WAIT = 0.05
+"""Seconds before the first new attempt, at most."""
+
+LONGEST_WAIT = 2.0
+
+HANDED_BACK = frozenset({"PREEMPTED", "HANDOVER"})
+"""Reasons with which a healthy worker gives a request back for another attempt."""
+
+_NOT_TAKEN = frozenset({"DRAINING", "JOINING", "STARTING", "CONNECT_FAILED", "PEER_UNKNOWN"})
+"""Reasons of workers that never began to work on the attempt."""
+
+
+def handed_back(exc: PdmeshError) -> bool:
+    """True when a healthy worker gave the request back."""
+    return exc.reason in HANDED_BACK
+
+
+def not_taken(exc: PdmeshError) -> bool:
+    """True when nobody has begun to work on the attempt."""
+    return isinstance(exc, QueueFullError | FencedError) or exc.reason in _NOT_TAKEN
+
+
+class Attempts:
+    """Counts the failed attempts of one sample."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.spent = 0
+        """Attempts in a row that cost one and brought no new token."""
+        self.fruitless = 0
+        """Attempts in a row that brought no new token, the free ones included; the last failure counts as one."""
+
+    def failed(self, exc: PdmeshError, new_tokens: int, *, open_stream: bool) -> None:
+        """An attempt has ended in `exc` after so many new tokens. `open_stream`: the client has some tokens."""
+        if new_tokens:
+            self.spent = self.fruitless = 0
+        self.fruitless += 1
+        free = handed_back(exc) or (open_stream and not_taken(exc))
+        self.spent += not free and not new_tokens
+
+    @property
+    def exhausted(self) -> bool:
+        """True when there may be no further attempt."""
+        return self.spent >= self._limit
+
+
+def backoff(fruitless: int, rng: random.Random) -> float:
+    """Seconds to wait after `fruitless` attempts in a row without a new token, at least one."""
+    longest = min(FIRST_WAIT * 2.0 ** min(max(fruitless, 1) - 1, 30), LONGEST_WAIT)
+    return rng.uniform(longest / 2, longest)

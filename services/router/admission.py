@@ -1,29 +1,127 @@
-"""How many samples run at once, and how many may wait for that.
+"""How many samples run at once, who goes next, and who is told to come back later.
 
-A request is admitted with all its samples or refused at once (429); each admitted sample then waits its
-turn, first come first served, and holds a slot while it runs.
+A request is admitted with all its samples or refused at once (429); each admitted sample then waits its turn
+and holds a slot while it runs. A slot is given when
+    - fewer than `max_in_flight` samples run, and
+    - the workers that are known have room: places in decode's batches, tokens in decode's pools, tokens of
+      prompts in prefill's pools (a prompt counts there until its token 1); one sample always may run.
+Those that wait stand in a fair queue between clients (fair_queue.py), so the queue is here, where it is fair,
+and not in the workers. When the queue is full, a client with less in it takes the place of the newest request
+of the one with the most.
+
+Nobody waits in vain: where the recent pace says that a turn can't come within the wait allowed, the request is
+refused at once. Retry-After is what that pace says; without one it is a second.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
+from types import TracebackType
 
+import msgspec
+
+from engine_core.lifecycle.membership import MembershipState
 from engine_core.types.errors import Leg, QueueFullError
+from engine_core.types.request import Role
+from services.router.fair_queue import FairQueue
+from services.wire.bootstrap import RankRow
 
 _RETRY_AFTER = 1.0
+_RETRY_MOST = 120.0
+_PACE_KEPT = 32
+"""Departures that the pace is taken from."""
+_PACE_LEAST = 8
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What one sample needs, in tokens: its prompt, and the output that it may reach."""
+
+    prompt: int = 0
+    output: int = 0
+
+
+class Room(msgspec.Struct, frozen=True):
+    """What the workers hold. None: not known, so no limit."""
+
+    requests: int | None = None
+    decode_tokens: int | None = None
+    prefill_tokens: int | None = None
+
+
+NO_LIMIT = Room()
+
+
+def room_of(rows: Sequence[RankRow], tokenizer_digest: str, headroom: float) -> Room:
+    """What the READY leaders of one tokenizer hold together, times `headroom`: somewhat more than fits, so that
+    their batches never wait for a router. No limit while there are none, since then requests wait for workers,
+    not for room; nor with a headroom of 0."""
+    ready = [
+        r
+        for r in rows
+        if r.is_leader and r.state is MembershipState.READY and r.instance.tokenizer_digest == tokenizer_digest
+    ]
+    specs = [r.instance for r in ready]
+    generating = [s for s in specs if s.role is not Role.PREFILL]
+    prefills = [s for s in specs if s.role is Role.PREFILL]
+    if not generating or not headroom:
+        return NO_LIMIT
+    places = sum(s.max_running for s in generating) if all(s.max_running for s in generating) else None
+    decode = _tokens(generating)
+    prefill = _tokens(prefills) if prefills and all(s.role is Role.DECODE for s in generating) else None
+    ahead = [None if held is None else math.ceil(held * headroom) for held in (places, decode, prefill)]
+    return Room(*ahead)
+
+
+def _tokens(specs: Sequence[object]) -> int | None:
+    sizes: list[int] = [s.kv_capacity_tokens for s in specs]  # type: ignore[attr-defined]
+    return sum(sizes) if all(sizes) else None
+
+
+class Pace:
+    """How fast slots become free while others wait for them: the last departures of one busy time. Pure."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=_PACE_KEPT)
+
+    def left(self, now: float) -> None:
+        """A slot became free and somebody waited for it."""
+        self._times.append(now)
+
+    def idle(self) -> None:
+        """Nobody waits any more; the next busy time is measured anew."""
+        self._times.clear()
+
+    def seconds_for(self, turns: int, now: float) -> float | None:
+        """Seconds until that many slots have become free; None while too little is known. A pace that has
+        stopped counts as slower the longer it stands."""
+        if len(self._times) < _PACE_LEAST:
+            return None
+        return turns * (now - self._times[0]) / len(self._times)
 
 
 class Admission:
-    """Slots and a bounded queue. Used on one event loop only."""
+    """Slots and a bounded, fair queue. Used on one event loop only."""
 
-    def __init__(self, max_in_flight: int, max_queued: int) -> None:
-        self._max_in_flight, self._max_queued = max_in_flight, max_queued
-        self._waiters: deque[asyncio.Future[None]] = deque()
-        self._in_flight = 0
-        self._pending = 0
+    def __init__(
+        self,
+        max_in_flight: int,
+        max_queued: int,
+        *,
+        room: Callable[[], Room] = lambda: NO_LIMIT,
+        max_wait: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_in_flight, self._max_queued, self._max_wait = max_in_flight, max_queued, max_wait
+        self._room, self._clock = room, clock
+        self._queue: FairQueue[Slot] = FairQueue()
+        self._tickets: dict[int, Ticket] = {}
+        self._pace = Pace()
+        self._in_flight = self._pending = 0
+        self._decode_tokens = self._prefill_tokens = 0
 
     @property
     def in_flight(self) -> int:
@@ -35,72 +133,202 @@ class Admission:
         """Samples that are admitted and hold no slot yet."""
         return self._pending
 
-    def admit(self, samples: int) -> Ticket:
-        """Admits a request. Raises QueueFullError when slots and queue can't take all its samples; a
-        request that is larger than both is taken while nothing else is there."""
-        busy = self._in_flight + self._pending
-        if busy and busy + samples > self._max_in_flight + self._max_queued:
-            raise QueueFullError(
-                f"{self._in_flight} requests are served and {self._pending} wait; try again later",
-                leg=Leg.ROUTER,
-                retry_after=_RETRY_AFTER,
-            )
-        self._pending += samples
-        return Ticket(self, samples)
-
-    async def _enter(self, timeout: float) -> None:
-        if self._in_flight < self._max_in_flight and not self._waiters:
-            self._in_flight += 1
-            return
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        try:
-            async with asyncio.timeout(timeout):
-                await waiter
-        except BaseException as exc:
-            if waiter.done() and not waiter.cancelled():
-                self._leave()  # the slot came and the wait was given up in the same moment
-            elif waiter in self._waiters:
-                self._waiters.remove(waiter)
-            if isinstance(exc, TimeoutError):
+    def admit(self, samples: int, client: str = "") -> Ticket:
+        """Admits a request. Raises QueueFullError when slots and queue can't take all its samples, or its turn
+        can't come in time; a request that is larger than both is taken while nothing else is there."""
+        self._check_wait(client)
+        while True:
+            busy = self._in_flight + self._pending
+            if not busy or busy + samples <= self._max_in_flight + self._max_queued:
+                break
+            if not self._displace(client, samples):
                 raise QueueFullError(
-                    f"no slot became free within {timeout:.0f} s",
+                    f"{self._in_flight} requests are served and {self._pending} wait; try again later",
                     leg=Leg.ROUTER,
-                    reason="QUEUE_TIMEOUT",
-                    retry_after=_RETRY_AFTER,
-                ) from None
-            raise
+                    retry_after=self._retry_after(self._pending),
+                )
+        self._pending += samples
+        ticket = Ticket(self, samples, client)
+        self._tickets[id(ticket)] = ticket
+        return ticket
 
-    def _leave(self) -> None:
-        while self._waiters:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                waiter.set_result(None)  # the slot changes hands
-                return
+    def _check_wait(self, client: str) -> None:
+        ahead = self._queue.ahead_of(client) if len(self._queue) else 0
+        if not ahead:
+            return
+        wait = self._pace.seconds_for(ahead + 1, self._clock())
+        if wait is not None and wait > self._max_wait:
+            raise QueueFullError(
+                f"{ahead} requests wait before this one, which is {wait:.0f} s at the present pace; "
+                f"a request may wait {self._max_wait:.0f} s",
+                leg=Leg.ROUTER,
+                reason="WAIT_TOO_LONG",
+                retry_after=_bounded(wait - self._max_wait),
+            )
+
+    def _displace(self, client: str, samples: int) -> bool:
+        """Sends away the newest waiting request of the client with the most in the queue, for one with less."""
+        waiting: dict[str, int] = {}
+        for ticket in self._tickets.values():
+            waiting[ticket.client] = waiting.get(ticket.client, 0) + ticket.left
+        heaviest = max(waiting, key=lambda c: waiting[c], default=client)
+        if waiting.get(heaviest, 0) <= waiting.get(client, 0) + samples:
+            return False
+        for ticket in reversed(list(self._tickets.values())):  # by age
+            if ticket.client == heaviest and not ticket.started:
+                ticket.displace(self._retry_after(waiting[heaviest]))
+                return True
+        return False
+
+    def _retry_after(self, ahead: int) -> float:
+        seconds = self._pace.seconds_for(max(ahead, 1), self._clock())
+        return _RETRY_AFTER if seconds is None else _bounded(seconds)
+
+    # ---- slots ------------------------------------------------------------------------------------
+
+    def _fits(self, demand: Demand) -> bool:
+        if not self._in_flight:
+            return True
+        room = self._room()
+        return (
+            self._in_flight < self._max_in_flight
+            and (room.requests is None or self._in_flight < room.requests)
+            and (
+                room.decode_tokens is None or self._decode_tokens + demand.prompt + demand.output <= room.decode_tokens
+            )
+            and (
+                room.prefill_tokens is None
+                or not self._prefill_tokens
+                or self._prefill_tokens + demand.prompt <= room.prefill_tokens
+            )
+        )
+
+    def _start(self, slot: Slot) -> None:
+        self._in_flight += 1
+        self._decode_tokens += slot.demand.prompt + slot.demand.output
+        self._prefill_tokens += slot.demand.prompt
+
+    def _leave(self, slot: Slot) -> None:
         self._in_flight -= 1
+        self._decode_tokens -= slot.demand.prompt + slot.demand.output
+        if len(self._queue):
+            self._pace.left(self._clock())
+        self._prefill_done(slot)
+
+    def _prefill_done(self, slot: Slot) -> None:
+        if slot.in_prefill:
+            slot.in_prefill = False
+            self._prefill_tokens -= slot.demand.prompt
+        self.pump()
+
+    def pump(self) -> None:
+        """Gives slots to those whose turn it is, while they fit. Call it when workers have come."""
+        while (slot := self._queue.peek()) is not None and self._fits(slot.demand):
+            self._queue.pop()
+            assert slot.waiter is not None
+            if not slot.waiter.done():
+                self._start(slot)
+                slot.waiter.set_result(None)
+        if not len(self._queue):
+            self._pace.idle()
 
 
 class Ticket:
     """One admitted request. Close it when the request ends, whatever became of its samples."""
 
-    def __init__(self, admission: Admission, samples: int) -> None:
-        self._admission, self._left = admission, samples
+    def __init__(self, admission: Admission, samples: int, client: str) -> None:
+        self._admission, self.left, self.client = admission, samples, client
+        self.started = False
+        self._waiting: list[Slot] = []
+        self._displaced: QueueFullError | None = None
 
-    @asynccontextmanager
-    async def slot(self, timeout: float) -> AsyncIterator[None]:
-        """Holds a slot for one sample. Raises QueueFullError after `timeout` seconds of waiting."""
-        await self._admission._enter(timeout)
-        self._take(1)
-        try:
-            yield
-        finally:
-            self._admission._leave()
+    def slot(self, timeout: float, demand: Demand = Demand()) -> Slot:  # noqa: B008  # immutable
+        """A context that holds a slot for one sample. Entering it raises QueueFullError after `timeout` seconds
+        of waiting, or when another client's request takes the place."""
+        return Slot(self._admission, self, timeout, demand)
 
     def close(self) -> None:
         """Gives back the places of samples that never ran."""
-        self._take(self._left)
+        self._take(self.left)
+        self._admission._tickets.pop(id(self), None)
+
+    def displace(self, retry_after: float) -> None:
+        """Ends the wait of all its samples with a 429."""
+        self._displaced = QueueFullError(
+            "others that ask for less took this request's place in the full queue; try again later",
+            leg=Leg.ROUTER,
+            reason="DISPLACED",
+            retry_after=retry_after,
+        )
+        self.close()
+        for slot in self._waiting:
+            self._admission._queue.remove(slot)
+            if slot.waiter is not None and not slot.waiter.done():
+                slot.waiter.set_exception(self._displaced)
+
+    def check(self) -> None:
+        """Raises what displaced it."""
+        if self._displaced is not None:
+            raise self._displaced
 
     def _take(self, samples: int) -> None:
-        samples = min(samples, self._left)
-        self._left -= samples
+        samples = min(samples, self.left)
+        self.left -= samples
         self._admission._pending -= samples
+
+
+class Slot:
+    """One sample's turn."""
+
+    def __init__(self, admission: Admission, ticket: Ticket, timeout: float, demand: Demand) -> None:
+        self._admission, self._ticket, self._timeout, self.demand = admission, ticket, timeout, demand
+        self.waiter: asyncio.Future[None] | None = None
+        self.in_prefill = True
+
+    def first_token(self) -> None:
+        """Its prompt has left prefill's pool."""
+        if self.in_prefill:
+            self._admission._prefill_done(self)
+
+    async def __aenter__(self) -> None:
+        admission, ticket = self._admission, self._ticket
+        ticket.check()
+        if not len(admission._queue) and admission._fits(self.demand):
+            admission._start(self)
+        else:
+            await self._wait()
+        ticket.started = True
+        ticket._take(1)
+
+    async def _wait(self) -> None:
+        admission, ticket = self._admission, self._ticket
+        self.waiter = asyncio.get_running_loop().create_future()
+        admission._queue.push(self, ticket.client, self.demand.prompt + self.demand.output or 1)
+        ticket._waiting.append(self)
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self.waiter
+        except BaseException as exc:
+            if admission._queue.remove(self):
+                admission.pump()  # it may have stood before one that fits
+            elif self.waiter.done() and not self.waiter.cancelled() and self.waiter.exception() is None:
+                admission._leave(self)  # the slot came and the wait was given up in the same moment
+            if isinstance(exc, TimeoutError):
+                raise QueueFullError(
+                    f"no slot became free within {self._timeout:.0f} s",
+                    leg=Leg.ROUTER,
+                    reason="QUEUE_TIMEOUT",
+                    retry_after=admission._retry_after(admission._pending),
+                ) from None
+            raise
+        finally:
+            ticket._waiting.remove(self)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._admission._leave(self)
+
+
+def _bounded(seconds: float) -> float:
+    return min(max(math.ceil(seconds), _RETRY_AFTER), _RETRY_MOST)

@@ -6,6 +6,7 @@ prompt or chat ─▶ token ids, checked against vocabulary and context ─▶ a
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from engine_core.types.errors import (
     UnavailableError,
 )
 from services.config import RouterConfig
-from services.router.admission import Admission, Ticket
+from services.router.admission import NO_LIMIT, Admission, Demand, Room, Ticket, room_of
 from services.router.http import as_pdmesh_error, error_status
 from services.router.journey import Delta, Journey, SampleResult, SampleSpec, Sink, derive_seed
 from services.router.mesh import Mesh
@@ -36,6 +37,9 @@ from services.router.placement import largest_limit
 from services.router.tokenizer import RouterTokenizer, read_json
 from services.router.trace import TraceRing
 from services.runtime.tasks import TaskOwner
+
+_FIRST_GUESS = 128.0
+"""Tokens of a usual output, before any has been seen."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -74,6 +78,8 @@ class Submission(msgspec.Struct, frozen=True):
     options: GenerationOptions
     arrival: float
     traceparent: str = ""
+    client: str = ""
+    """Whom it is from, for fair queueing."""
 
     @property
     def samples(self) -> int:
@@ -93,11 +99,21 @@ class Front:
     ) -> None:
         self.config, self.tokenizer, self.model, self.mesh, self.figures = config, tokenizer, model, mesh, figures
         self.metrics: RouterMetrics = mesh.metrics
-        self.admission = Admission(config.max_in_flight, config.max_queued)
+        self._room: Room = NO_LIMIT
+        self.admission = Admission(
+            config.max_in_flight, config.max_queued, room=lambda: self._room, max_wait=config.queue_timeout
+        )
+        self._typical_output = _FIRST_GUESS
+        mesh.table.on_change(self._on_table)
+        self._on_table()
         self.metrics.watch_admission(lambda: self.admission.in_flight, lambda: self.admission.queued)
         self.traces = TraceRing()
         self.tasks = TaskOwner("http")
         self.draining = False
+
+    def _on_table(self) -> None:
+        self._room = room_of(self.mesh.table.rows(), self.mesh.digest, self.config.pool_headroom)
+        self.admission.pump()
 
     # ---- checking ---------------------------------------------------------------------------------
 
@@ -186,7 +202,7 @@ class Front:
         arrival_ms = int((time.time() - (time.monotonic() - submission.arrival)) * 1000)
         seed = submission.options.seed
         trace = self.traces.open(submission.request_id)
-        ticket = self.admission.admit(submission.samples)
+        ticket = self.admission.admit(submission.samples, submission.client)
         try:
             runs = []
             for p, prompt in enumerate(submission.prompts):
@@ -228,24 +244,31 @@ class Front:
         *,
         leads: bool,
     ) -> SampleResult:
-        sink = sink_of(spec.index)
-        if leads:
-            own = sink
-
-            async def sink(delta: Delta) -> None:
-                begun.set()
-                await own(delta)
-
-        else:
+        own = sink_of(spec.index)
+        if not leads:
             await begun.wait()  # ends with the first sample: its failure cancels the group
         wait = min(self.config.queue_timeout, spec.deadline - time.monotonic())
-        result = await journey.run(sink, ticket.slot(wait))
+        slot = ticket.slot(wait, self._demand(spec))
+
+        async def sink(delta: Delta) -> None:
+            begun.set()
+            slot.first_token()
+            await own(delta)
+
+        result = await journey.run(sink, slot)
+        self._typical_output += (len(result.token_ids) - self._typical_output) / 16
         metrics = self.metrics
         metrics.samples.labels(result.finish_reason, "pd" if result.prefill_instance else "local").inc()
         metrics.output_tokens.inc(len(result.token_ids))
         metrics.cached_tokens.inc(result.cached_tokens)
         metrics.e2e.observe(result.timings["e2e"])
         return result
+
+    def _demand(self, spec: SampleSpec) -> Demand:
+        """An output may be as long as its limit, but few are: beyond twice the usual it is not counted."""
+        likely = math.ceil(2 * self._typical_output)
+        limit = spec.options.max_tokens
+        return Demand(len(spec.prompt_token_ids), likely if limit is None else min(limit, likely))
 
     def count_end(self, path: str, failure: BaseException | None, *, started: bool = False) -> None:
         """Counts one HTTP request by how it ended."""

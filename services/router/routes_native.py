@@ -15,6 +15,7 @@ from services.router.http import (
     DONE,
     EventResponse,
     EventStream,
+    client_of,
     json_response,
     read_body,
     request_id_of,
@@ -52,6 +53,7 @@ def native_routes(front: Front) -> APIRouter:
             options=options,
             arrival=arrival,
             traceparent=traceparent_of(request),
+            client=client_of(request, asked.user),
         )
         if not options.stream:
             body = await until_disconnect(request.receive, _whole(front, submission), front.tasks)

@@ -13,6 +13,7 @@ from services.router.front import Front, Submission
 from services.router.http import (
     EventResponse,
     EventStream,
+    client_of,
     json_response,
     read_body,
     request_id_of,
@@ -51,7 +52,7 @@ def openai_routes(front: Front) -> APIRouter:
             raise InvalidRequestError(f"prompt: holds {len(asked.prompt)} prompts; there may be {most}", field="prompt")
         special = asked.add_special_tokens
         prompts = [await front.encode_prompt(p, add_special_tokens=special, field="prompt") for p in asked.prompt]
-        submission = _submission(request, prompts, options, arrival)
+        submission = _submission(request, prompts, options, arrival, asked.user)
         return await _answer(front, request, submission, _reply(Reply, submission, model))
 
     @router.post("/v1/chat/completions", openapi_extra=body_of(ChatRequest))
@@ -66,7 +67,7 @@ def openai_routes(front: Front) -> APIRouter:
             add_generation_prompt=asked.add_generation_prompt,
             template_kwargs=asked.chat_template_kwargs,
         )
-        submission = _submission(request, [prompt], options, arrival)
+        submission = _submission(request, [prompt], options, arrival, asked.user)
         return await _answer(front, request, submission, _reply(ChatReply, submission, model))
 
     @router.get("/v1/models")
@@ -98,7 +99,7 @@ def _card(front: Front, name: str) -> dict[str, object]:
 
 
 def _submission(
-    request: Request, prompts: Sequence[tuple[int, ...]], options: GenerationOptions, arrival: float
+    request: Request, prompts: Sequence[tuple[int, ...]], options: GenerationOptions, arrival: float, user: str | None
 ) -> Submission:
     return Submission(
         request_id=request_id_of(request.scope),
@@ -107,6 +108,7 @@ def _submission(
         options=options,
         arrival=arrival,
         traceparent=traceparent_of(request),
+        client=client_of(request, user),
     )
 
 

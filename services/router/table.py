@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from services.wire.bootstrap import RankRow
 from services.worker.roster import Roster
@@ -15,6 +15,7 @@ class WatchedTable:
     def __init__(self, roster: Roster) -> None:
         self.roster = roster
         self._changed = asyncio.Event()
+        self._listeners: list[Callable[[], None]] = []
 
     def rows(self) -> Sequence[RankRow]:
         """All rows now."""
@@ -24,6 +25,12 @@ class WatchedTable:
         """Wakes all that wait for a change."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+        for listener in self._listeners:
+            listener()
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Calls `listener` after every change from now on."""
+        self._listeners.append(listener)
 
     async def wait_change(self, timeout: float) -> bool:
         """Waits until rows change, at most `timeout` seconds; False when nothing did."""

@@ -203,7 +203,7 @@ async def scripted_mesh(
     script = Script(tmp_path_factory.mktemp("script"), request.param)
     options = {
         "transfer_backend": "scripted", "transfer_script": script.as_json(), "verify_kv": True, "kv_tokens": 4096,
-        "max_batch_tokens": 2, "max_in_flight": 4, "kv_progress_timeout": 8.0,
+        "max_batch_tokens": 2, "max_in_flight": 4, "pool_headroom": 0, "kv_progress_timeout": 8.0,
     }  # fmt: skip
     overrides = {"decode": {"kv_tokens": 16 * SMALL_POOL, "max_batch_tokens": 512}}
     model = tiny_model("llama")

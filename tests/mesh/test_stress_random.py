@@ -103,7 +103,7 @@ async def ring(
     model = tiny_model(arch)
     slow = json.dumps({"transport": backend, "rules": [{"action": "delay", "seconds": 0.1}]})
     overrides: dict[str, Mapping[str, Any]] = {
-        "router": {"max_in_flight": 64, "max_queued": 16},
+        "router": {"max_in_flight": 64, "max_queued": 16, "pool_headroom": 0},
         "prefill-0": {"transfer_backend": "scripted", "transfer_script": slow, "max_batch_tokens": 33},
         "prefill-1": {"transfer_backend": "tcp", "max_batch_tokens": 17, "max_running": 5},
         "decode-0": {"max_batch_tokens": 7},

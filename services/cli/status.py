@@ -184,3 +184,7 @@ def show(status: dict[str, Any], console: Console) -> None:
     for r in status["ranks"]:
         if not r["answers"]:
             console.print(f"{r['instance']} does not answer: {r['error']}")
+        if r["drain_note"]:
+            console.print(f"{r['instance']} drains: {r['drain_note']}")
+        if r["stalled_seconds"]:
+            console.print(f"{r['instance']}: its engine has made no progress for {r['stalled_seconds']:.0f} s")

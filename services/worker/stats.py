@@ -100,8 +100,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.GetStatsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.GetStatsResponse:
         """Live figures."""
-        state = self._state
+        state, asked = self._state, time.monotonic()
         stats = await state.engine.fresh_stats(STATS_SECONDS) if state.engine is not None else None
+        told = state.engine.stats_at if state.engine is not None else 0.0
         pairs = [
             worker_pb2.TransferPair(
                 peer_incarnation=pair.peer_incarnation,
@@ -136,6 +137,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             drain_note=state.drain.note,
             drained=state.drain.done,
             stalled_seconds=state.engine.stalled_seconds if state.engine is not None else 0.0,
+            figures_age_seconds=0.0 if stats is None or told >= asked else time.monotonic() - told,
         )
 
     async def Explain(

@@ -78,6 +78,7 @@ def rank_as_data(
         "drained": False if live is None else live.drained,
         "drain_note": "" if live is None else live.drain_note,
         "stalled_seconds": 0.0 if live is None else live.stalled_seconds,
+        "figures_age_seconds": 0.0 if live is None else live.figures_age_seconds,
         "fingerprint": row.instance.fingerprint,
         "models": list(row.instance.served_model_names),
         "max_model_len": row.instance.max_model_len,

@@ -29,6 +29,7 @@ from services.runtime.errors import from_rpc_error
 from services.runtime.tasks import Stop
 from services.worker.build import run_worker
 from services.worker.engine_config import inference_config
+from services.worker.stats import STATS_SECONDS
 from tests.support import fake_engine
 from tests.support.worker_pair import PROMPT
 
@@ -205,6 +206,19 @@ async def until_stats(stub: Any, reached: Callable[[Any], bool]) -> Any:
         while not reached(stats := await stub.GetStats(worker_pb2.GetStatsRequest(), timeout=5)):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     return stats
+
+
+async def test_figures_of_an_engine_that_is_busy_say_how_old_they_are(tmp_path: Path) -> None:
+    async with bench(tmp_path) as made:
+        mixed = await made.worker(Role.MIXED).ready()
+        stub = made.worker_stub(mixed)
+        os.kill(mixed["engine_pid"], signal.SIGSTOP)
+        try:
+            stats = await until_stats(stub, lambda stats: stats.figures_age_seconds > 0)
+            assert stats.figures_age_seconds >= STATS_SECONDS and stats.load.kv.total == 64
+        finally:
+            os.kill(mixed["engine_pid"], signal.SIGCONT)
+        await until_stats(stub, lambda stats: stats.figures_age_seconds == 0)
 
 
 async def test_drain_worker_call_keeps_the_process(tmp_path: Path) -> None:

@@ -56,6 +56,11 @@ class Machine(Generic[S]):
         return self._state
 
     @property
+    def label(self) -> str:
+        """The machine's name and its state, with a dot between."""
+        return f"{self._name}.{self._state}"
+
+    @property
     def since(self) -> float:
         """When the state was entered."""
         return self._since

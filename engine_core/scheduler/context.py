@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from engine_core.config import SchedulerConfig
 from engine_core.kv.api import KvManager
 from engine_core.lifecycle.machine import Move
+from engine_core.scheduler.figures import Distributions
 from engine_core.scheduler.messages import ErrorInfo, Frame, Outputs, SessionOutput
 from engine_core.scheduler.pacing import StepPacer
 from engine_core.transfer.base import LinkClosed, LinkOpened, TransferCommand
@@ -149,6 +150,7 @@ class SchedulerContext:
     out: Outbox = field(default_factory=Outbox)
     links: LinkBook = field(default_factory=LinkBook)
     counters: Counter[str] = field(default_factory=Counter)
+    distributions: Distributions = field(default_factory=Distributions)
     pacer: StepPacer = field(init=False)
 
     def __post_init__(self) -> None:

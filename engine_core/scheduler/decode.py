@@ -556,6 +556,20 @@ class DecodeDisaggScheduler:
         )
         return len(self._in_state(*_HOLDING)), len(queued), sum(s.sequence.missing for s in queued)
 
+    def states(self) -> dict[str, int]:
+        """Sessions by machine and state."""
+        return Counter(state for s in self._sessions.values() for state in (s.request.label, s.transfer.label))
+
+    def quarantined(self) -> dict[str, int]:
+        """Quarantined blocks by the instance that may still write them."""
+        counts: Counter[str] = Counter()
+        for s in self._sessions.values():
+            if s.transfer.state is TransferState.ABORTING:
+                link = self._c.links.get(s.link_id)
+                name = link.peer_instance if link is not None else ""
+                counts[name] += sum(len(g) for g in self._c.kv.block_ids(s.id))
+        return counts
+
     def num_sessions(self) -> int:
         """Sessions known, those that await quiet included."""
         return len(self._sessions)

@@ -18,7 +18,7 @@ The life of a session:
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from engine_core.kv.api import Hold
@@ -243,6 +243,7 @@ class PrefillDisaggScheduler:
         session.sent_blocks += event.blocks
         session.checksum = event.checksum
         self._c.counters["transfer_bytes"] += event.bytes
+        self._c.distributions.push(event.bytes, event.seconds)
         if session.request.final:
             return
         self._finish_if_delivered(session, now)
@@ -515,6 +516,14 @@ class PrefillDisaggScheduler:
     def stuck_blocks(self, now: float) -> int:
         """None: nobody writes into prefill's blocks."""
         return 0
+
+    def states(self) -> dict[str, int]:
+        """Sessions by machine and state."""
+        return Counter(state for s in self._sessions.values() for state in (s.request.label, s.transfer.label))
+
+    def quarantined(self) -> dict[str, int]:
+        """None: nobody writes into prefill's blocks."""
+        return {}
 
     def num_sessions(self) -> int:
         """Sessions known, those that await quiet included."""

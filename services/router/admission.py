@@ -35,6 +35,8 @@ _RETRY_MOST = 120.0
 _PACE_KEPT = 32
 """Departures that the pace is taken from."""
 _PACE_LEAST = 8
+_SURE = 0.8
+"""Part of the wait allowed that an expected wait may take: a pace is no promise."""
 
 
 class Demand(msgspec.Struct, frozen=True):
@@ -100,7 +102,8 @@ class Pace:
         stopped counts as slower the longer it stands."""
         if len(self._times) < _PACE_LEAST:
             return None
-        return turns * (now - self._times[0]) / len(self._times)
+        count, first, last = len(self._times), self._times[0], self._times[-1]
+        return turns * max((last - first) / (count - 1), (now - first) / count)
 
 
 class Admission:
@@ -157,13 +160,13 @@ class Admission:
         if not ahead:
             return
         wait = self._pace.seconds_for(ahead + 1, self._clock())
-        if wait is not None and wait > self._max_wait:
+        if wait is not None and wait > _SURE * self._max_wait:
             raise QueueFullError(
                 f"{ahead} requests wait before this one, which is {wait:.0f} s at the present pace; "
                 f"a request may wait {self._max_wait:.0f} s",
                 leg=Leg.ROUTER,
                 reason="WAIT_TOO_LONG",
-                retry_after=_bounded(wait - self._max_wait),
+                retry_after=_bounded(wait - _SURE * self._max_wait),
             )
 
     def _displace(self, client: str, samples: int) -> bool:

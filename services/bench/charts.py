@@ -15,6 +15,7 @@ from markupsafe import Markup
 WIDTH = 560.0
 HEIGHT = 300.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62.0, 18.0, 14.0, 46.0
+_BOTTOM_UNNAMED = 26.0
 _LOG_FROM = 40.0
 """A logarithmic axis where the greatest value is so many times the least one."""
 
@@ -52,16 +53,18 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
         return (value - low) / (high - low) if high > low else 0.5
 
 
-def value_axis(label: str, values: Sequence[float], *, may_log: bool = True) -> Axis:
-    """An axis for measures: from 0, or logarithmic where they lie far apart."""
+def value_axis(label: str, values: Sequence[float], *, log_from: float = _LOG_FROM, whole: bool = False) -> Axis:
+    """An axis for measures: from 0, or logarithmic where they lie `log_from` times apart. `whole`: no fractions."""
     top = max(values, default=0.0)
     if top <= 0:
         return Axis(label=label, low=0.0, high=1.0, ticks=(0.0, 1.0))
     least = min((v for v in values if v > 0), default=top)
-    if may_log and top / least > _LOG_FROM:
+    if top / least > log_from:
         ticks = log_ticks(least, top)
-        return Axis(label=f"{label}, logarithmic", low=ticks[0], high=ticks[-1], ticks=_thinned(ticks), log=True)
-    ticks = linear_ticks(top)
+        return Axis(
+            label=f"{label}, logarithmic", low=ticks[0], high=ticks[-1], ticks=_thinned(ticks), log=True, show=short
+        )
+    ticks = linear_ticks(top, whole=whole)
     return Axis(label=label, low=0.0, high=ticks[-1], ticks=ticks, show=short)
 
 
@@ -78,11 +81,13 @@ def load_axis(label: str, loads: Sequence[float]) -> Axis:
     return Axis(label=label, low=low - margin, high=high + margin, ticks=_spaced(loads, low, high, log=False))
 
 
-def linear_ticks(top: float, about: int = 5) -> tuple[float, ...]:
-    """From 0 to just above `top` in steps of 1, 2 or 5 times a power of ten."""
+def linear_ticks(top: float, about: int = 5, *, whole: bool = False) -> tuple[float, ...]:
+    """From 0 to just above `top` in steps of 1, 2, 2.5 or 5 times a power of ten."""
     raw = top / about
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(s * power for s in (1, 2, 5, 10) if s * power >= raw * 0.999)
+    step = next(s * power for s in (1, 2, 2.5, 5, 10) if s * power >= raw * 0.999)
+    if whole:
+        step = math.ceil(step)
     return tuple(round(i * step, 10) for i in range(math.ceil(top / step - 1e-9) + 1))
 
 
@@ -125,12 +130,14 @@ def line_chart(
     y: Axis,
     *,
     title: str,
+    width: float = WIDTH,
     height: float = HEIGHT,
     limit: tuple[float, str] | None = None,
     marks: Sequence[tuple[float, str]] = (),
 ) -> Markup:
     """A chart. `limit` draws a line across at a value of y, `marks` ticks at the foot: (x, title)."""
-    plot_w, plot_h = WIDTH - _LEFT - _RIGHT, height - _TOP - _BOTTOM
+    bottom = _BOTTOM if x.label else _BOTTOM_UNNAMED
+    plot_w, plot_h = width - _LEFT - _RIGHT, height - _TOP - bottom
 
     def px(value: float) -> float:
         return _LEFT + plot_w * x.at(value)
@@ -138,10 +145,10 @@ def line_chart(
     def py(value: float) -> float:
         return _TOP + plot_h * (1 - y.at(value))
 
-    parts = [f'<svg viewBox="0 0 {WIDTH:g} {height:g}" role="img" aria-label="{escape(title)}">']
+    parts = [f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}">']
     for tick in y.ticks:
         at = py(tick)
-        parts.append(f'<line class="grid" x1="{_LEFT:g}" x2="{WIDTH - _RIGHT:g}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        parts.append(f'<line class="grid" x1="{_LEFT:g}" x2="{width - _RIGHT:g}" y1="{at:.1f}" y2="{at:.1f}"/>')
         parts.append(f'<text class="tick" text-anchor="end" x="{_LEFT - 8:g}" y="{at + 4:.1f}">{y.show(tick)}</text>')
     floor = _TOP + plot_h
     for tick in x.ticks:
@@ -150,20 +157,22 @@ def line_chart(
         parts.append(
             f'<text class="tick" text-anchor="middle" x="{at:.1f}" y="{floor + 17:.1f}">{escape(x.show(tick))}</text>'
         )
-    parts.append(f'<line class="axis" x1="{_LEFT:g}" x2="{WIDTH - _RIGHT:g}" y1="{floor:.1f}" y2="{floor:.1f}"/>')
+    parts.append(f'<line class="axis" x1="{_LEFT:g}" x2="{width - _RIGHT:g}" y1="{floor:.1f}" y2="{floor:.1f}"/>')
     middle = _LEFT + plot_w / 2
-    parts.append(f'<text class="label" text-anchor="middle" x="{middle:g}" y="{height - 8:g}">{escape(x.label)}</text>')
+    if x.label:
+        at = height - 8
+        parts.append(f'<text class="label" text-anchor="middle" x="{middle:g}" y="{at:g}">{escape(x.label)}</text>')
     turned = f"rotate(-90 14 {_TOP + plot_h / 2:.1f})"
     parts.append(
         f'<text class="label" text-anchor="middle" transform="{turned}" x="14" y="{_TOP + plot_h / 2:.1f}">'
         f"{escape(y.label)}</text>"
     )
-    if limit is not None and y.low <= limit[0] <= y.high:
-        at = py(limit[0])
-        parts.append(f'<line class="limit" x1="{_LEFT:g}" x2="{WIDTH - _RIGHT:g}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text class="limit-text" x="{_LEFT + 6:g}" y="{at - 5:.1f}">{escape(limit[1])}</text>')
     for one in series:
         parts += _drawn(one, px, py, floor)
+    if limit is not None and y.low <= limit[0] <= y.high:
+        at = py(limit[0])
+        parts.append(f'<line class="limit" x1="{_LEFT:g}" x2="{width - _RIGHT:g}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        parts.append(f'<text class="limit-text" x="{_LEFT + 6:g}" y="{at - 5:.1f}">{escape(limit[1])}</text>')
     for at_x, text in marks:
         at = px(at_x)
         parts.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from typing import Any
@@ -10,12 +11,16 @@ import msgspec
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from services.bench.charts import Axis, Series, legend, line_chart, load_axis, short, value_axis
+from services.bench.charts import Axis, Series, legend, line_chart, load_axis, value_axis
 from services.bench.report import CURVE_AT, Change, Level, Report, Spread, differences
 from services.bench.text import by_load, level_cells, notes, number, objectives_line, run_name, workload_line
 
 _SECONDS_FROM = 10_000.0
 """Milliseconds from which an axis counts in seconds."""
+
+_CURVES_LOG_FROM = 8.0
+_DENSE_WIDTH = 420.0
+_SLOWEST = 8
 
 _METHOD = (
     "TTFT runs from the moment a request was due to the first chunk with text; opening the connection is part of it. "
@@ -43,6 +48,8 @@ class Section(msgspec.Struct, frozen=True):
     title: str
     charts: tuple[Figure, ...]
     text: str = ""
+    dense: bool = False
+    """Three in a row where there is room."""
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -192,14 +199,14 @@ def _rates(
             name=f"{run.letter}: {run_name(run.report, run.letter)}" if run.letter else title,
             points=tuple((level.load, of(level)) for level in _sorted(run.report)),
             titles=tuple(
-                f"{run.letter + ', ' if run.letter else ''}{level.name}: {number(of(level), 2)} {unit}"
+                f"{run.letter + ', ' if run.letter else ''}{level.name}: {number(of(level))} {unit}"
                 for level in _sorted(run.report)
             ),
             color=run.color or "var(--a)",
         )
         for run in runs
     ]
-    y = value_axis(unit, [most, *(value for one in series for _, value in one.points)], may_log=False)
+    y = value_axis(unit, [most, *(value for one in series for _, value in one.points)], log_from=math.inf)
     return Figure(title, (line_chart(series, x, y, title=title),), legend(series))
 
 
@@ -211,7 +218,7 @@ def distributions(report: Report) -> Section:
         _curves("Whole request", "e2e", lambda level: level.e2e_ms, report),
     ]
     text = "The share of requests (for ITL, of gaps) that took at most so long."
-    return Section("Distributions", tuple(figure for figure in figures if figure is not None), text)
+    return Section("Distributions", tuple(figure for figure in figures if figure is not None), text, dense=True)
 
 
 def _curves(title: str, name: str, of: Callable[[Level], Spread], report: Report) -> Figure | None:
@@ -219,13 +226,14 @@ def _curves(title: str, name: str, of: Callable[[Level], Spread], report: Report
     if not curves:
         return None
     unit, factor = _unit([value for _, curve in curves for value in curve])
-    x = value_axis(f"{name} ({unit})", [value * factor for _, curve in curves for value in curve])
-    if not x.log:
-        x = msgspec.structs.replace(x, show=short)
+    times = [value * factor for _, curve in curves for value in curve[1:100]]  # not the extremes
+    x = value_axis(f"{name} ({unit})", times, log_from=_CURVES_LOG_FROM)
     y = Axis(label="share at or below (%)", low=0.0, high=100.0, ticks=(0.0, 25.0, 50.0, 75.0, 90.0, 100.0))
     lines, hovers = [], []
     for i, (level, curve) in enumerate(curves):
-        points = tuple((value * factor, float(q)) for q, value in zip(CURVE_AT, curve, strict=True))
+        points = tuple(
+            (min(max(value * factor, x.low), x.high), float(q)) for q, value in zip(CURVE_AT, curve, strict=True)
+        )
         color = ramp(i, len(curves))
         lines.append(Series(name=level.name, points=points, color=color, dots=False))
         chosen = [q for q in CURVE_AT if q % 10 == 0 or q in (95, 99)]
@@ -239,7 +247,7 @@ def _curves(title: str, name: str, of: Callable[[Level], Spread], report: Report
                 line=False,
             )
         )
-    drawing = line_chart([*lines, *hovers], x, y, title=f"{title}: distribution")
+    drawing = line_chart([*lines, *hovers], x, y, title=f"{title}: distribution", width=_DENSE_WIDTH)
     return Figure(title, (drawing,), legend(lines))
 
 
@@ -251,12 +259,12 @@ def course(report: Report) -> list[Section]:
         if len(moments) < 2:
             continue
         end = moments[-1].at_s
-        x = value_axis("time since the level's start (s)", [max(end, 0.1)], may_log=False)
+        x = value_axis("time since the level's start (s)", [max(end, 0.1)], log_from=math.inf)
         x = msgspec.structs.replace(x, high=end)
         x = msgspec.structs.replace(x, ticks=tuple(t for t in x.ticks if t <= end))
         marks = [(m.at_s, f"{m.failed} failed or turned away from {m.at_s:g} s on") for m in moments if m.failed]
         drawings = []
-        for unit, values, color, area in (
+        for unit, values, color, top in (
             ("output tokens/s", [m.output_tokens_per_s for m in moments], "var(--a)", True),
             ("in flight", [m.in_flight for m in moments], "var(--b)", False),
         ):
@@ -268,11 +276,12 @@ def course(report: Report) -> list[Section]:
                 ),
                 color=color,
                 dots=False,
-                area=area,
+                area=top,
             )
-            y = value_axis(unit, values, may_log=False)
+            y = value_axis(unit, values, log_from=math.inf, whole=not top)
             title = f"{level.name}: {unit} over time"
-            drawings.append(line_chart([one], x, y, title=title, height=170, marks=marks))
+            under = msgspec.structs.replace(x, label="") if top else x
+            drawings.append(line_chart([one], under, y, title=title, height=160 if top else 150, marks=marks))
         figures.append(Figure(level.name, tuple(drawings)))
     return [Section("Course", tuple(figures), "Red marks: errors and 429.")] if figures else []
 
@@ -315,7 +324,7 @@ def _tiles(report: Report) -> list[dict[str, str]]:
         carried = report.carried
         value = "none" if carried is None else f"{carried.load:g}"
         unit = "" if carried is None else report.load_unit
-        tiles.append(tile("Highest load that met the objectives", value, unit, objectives_line(report)))
+        tiles.append(tile("Objectives met up to", value, unit, objectives_line(report)))
     total = sum(level.requests for level in report.levels)
     turned = sum(level.rejections.answers for level in report.levels)
     tiles.append(tile("Errors", str(report.failed), "", f"of {total} requests; {turned} × 429"))
@@ -356,6 +365,8 @@ def _settings(report: Report) -> list[tuple[str, str]]:
 
 
 def _slowest(report: Report) -> list[dict[str, Any]]:
+    found = [(slow, level) for level in report.levels for slow in level.slowest]
+    found.sort(key=lambda pair: -pair[0].latency_ms)
     rows = [
         {
             "cells": [
@@ -363,11 +374,10 @@ def _slowest(report: Report) -> list[dict[str, Any]]:
                 number(slow.ttft_ms), number(slow.latency_ms),
             ]
         }
-        for level in report.levels
-        for slow in level.slowest[:3]
+        for slow, level in found[:_SLOWEST]
     ]  # fmt: skip
     heads = ["request", report.load_name, "prompt tokens", "output tokens", "TTFT (ms)", "e2e (ms)"]
-    text = "The request id was sent as x-request-id; of a pdmesh server, `pdmesh explain ID` shows where its time went."
+    text = "The id was sent as x-request-id; where the server is pdmesh, “pdmesh explain ID” shows where the time went."
     return [{"title": "Slowest requests", "text": text, "heads": heads, "rows": rows, "names": 2}] if rows else []
 
 

@@ -15,12 +15,11 @@ _BUSY_CLIENT = 0.85
 _LATE_MS = 20.0
 
 
-def number(value: float | None, digits: int = 1) -> str:
-    """A figure for people: thousands apart; a dash for none."""
+def number(value: float | None) -> str:
+    """A figure for people with three or four digits that count; a dash for none."""
     if value is None:
         return "-"
-    if abs(value) >= 1000:
-        digits = 0
+    digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 10 else 2
     return f"{value:,.{digits}f}"
 
 
@@ -45,11 +44,11 @@ def level_cells(level: Level, *, objectives: bool) -> list[str]:
     """The cells of levels_table."""
     spreads = (level.ttft_ms, level.itl_ms, level.e2e_ms)
     cells = [level.name, str(level.completed), str(level.errors), str(level.rejections.answers)]
-    cells += [number(level.requests_per_s, 2), number(level.output_tokens_per_s)]
+    cells += [number(level.requests_per_s), number(level.output_tokens_per_s)]
     cells += [number(value) for spread in spreads for value in (spread.p50, spread.p99)]
     if objectives:
         good = level.goodput
-        cells += ["-", "-"] if good is None else [f"{good.share:.0%}", number(good.requests_per_s, 2)]
+        cells += ["-", "-"] if good is None else [f"{good.share:.0%}", number(good.requests_per_s)]
     return cells
 
 
@@ -121,9 +120,10 @@ def _notes_of(level: Level) -> Iterable[str]:
         yield f"{count} × {kind}: {level.error_examples[kind]}"
     r, t = level.rejections, level.tokens
     if r.answers:
-        told = f"Retry-After {number(r.retry_after_min_s)} to {number(r.retry_after_max_s)} s"
-        missing = f", {r.without_retry_after} without Retry-After" if r.without_retry_after else ""
-        yield f"{r.answers} answers 429 ({told if r.retry_after_min_s is not None else 'none told when'}{missing})."
+        ends = list(dict.fromkeys(number(s) for s in (r.retry_after_min_s, r.retry_after_max_s) if s is not None))
+        told = [f"Retry-After {' to '.join(ends)} s"] if ends else []
+        missing = [f"{r.without_retry_after} without Retry-After"] if r.without_retry_after else []
+        yield f"{r.answers} × 429 ({', '.join(told + missing)})."
     if t.output_long or t.more_chunks_than_tokens:
         count = t.output_long + t.more_chunks_than_tokens
         yield f"the usage of {count} answers is wrong: more tokens than asked for, or more chunks of text than tokens."

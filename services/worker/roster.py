@@ -16,7 +16,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import grpc
@@ -57,7 +57,7 @@ _RANK = {
 class _Table:
     """One Bootstrap's table as last seen."""
 
-    __slots__ = ("former", "former_until", "lost_at", "revision", "rows")
+    __slots__ = ("former", "former_until", "lost_at", "revision", "rows", "stale")
 
     def __init__(self) -> None:
         self.revision: Revision | None = None
@@ -67,6 +67,8 @@ class _Table:
         self.former_until = 0.0
         self.lost_at: float | None = 0.0
         """When contact was lost; None while there is contact."""
+        self.stale = False
+        """Contact was lost a TTL ago: rows count as LOST."""
 
 
 class Roster:
@@ -76,6 +78,7 @@ class Roster:
         self._ttl = ttl
         self._tables = {bootstrap: _Table() for bootstrap in bootstraps}
         self._merged: dict[RowKey, RankRow] = {}
+        self._ordered: list[RankRow] | None = []
         self._version = 0
 
     @property
@@ -112,7 +115,9 @@ class Roster:
 
     def rows(self, role: Role | None = None) -> list[RankRow]:
         """All rows (of a role), ordered by key."""
-        return [row for row in self._merged.values() if role is None or row.instance.role is role]
+        if self._ordered is None:
+            self._ordered = [self._merged[key] for key in sorted(self._merged)]
+        return [row for row in self._ordered if role is None or row.instance.role is role]
 
     def leaders(self, role: Role) -> list[RankRow]:
         """Rows of a role that requests can be sent to, in whatever state."""
@@ -160,11 +165,14 @@ class Roster:
         """Takes one event of a Bootstrap's watch; True when rows changed (loads don't count)."""
         table = self._tables[bootstrap]
         table.lost_at = None
+        touched: set[RowKey] | None = None
         if isinstance(event, LoadUpdate):
+            touched = set()
             for load in event.loads:
                 row = table.rows.get(load.key)
                 if row is not None and row.incarnation == load.incarnation:
                     table.rows[load.key] = msgspec.structs.replace(row, load=load.load)
+                    touched.add(load.key)
         elif isinstance(event, Snapshot):
             if table.revision is not None and table.revision.table_epoch != event.revision.table_epoch:
                 table.former, table.former_until = {**table.former, **table.rows}, now + self._ttl
@@ -172,24 +180,26 @@ class Roster:
             for row in event.rows:
                 self._supersede(table, row)
         elif event.row.state is MembershipState.LEFT:
+            touched = {event.row.key}
             table.rows.pop(event.row.key, None)
             self._supersede(table, event.row)
         else:
+            touched = {event.row.key}
             table.rows[event.row.key] = event.row
             self._supersede(table, event.row)
         table.revision = event.revision
-        return self._merge(now)
+        return self._merge(now, touched)
 
     def contact_lost(self, bootstrap: str, now: float) -> bool:
         """The watch broke; True when rows changed."""
         table = self._tables[bootstrap]
         if table.lost_at is None:
             table.lost_at = now
-        return self._merge(now)
+        return self._merge(now, set())
 
     def expire(self, now: float) -> bool:
         """Drops and demotes what has had its time; True when rows changed."""
-        return self._merge(now)
+        return self._merge(now, set())
 
     def _supersede(self, table: _Table, row: RankRow) -> None:
         """A former row is over once its worker, or a later one, is back; JOINING is not back yet."""
@@ -199,21 +209,45 @@ class Roster:
         if row.incarnation > former.incarnation or row.state is not MembershipState.JOINING:
             del table.former[row.key]
 
-    def _merge(self, now: float) -> bool:
-        merged: dict[RowKey, RankRow] = {}
-        for table in self._tables.values():
-            if table.former and now >= table.former_until:
-                table.former = {}
-            stale = table.lost_at is not None and now - table.lost_at >= self._ttl
-            for row in (*table.rows.values(), *table.former.values()):
-                demoted = stale and row.state is not MembershipState.DRAINING
-                seen = msgspec.structs.replace(row, state=MembershipState.LOST) if demoted else row
-                merged[row.key] = _better(merged.get(row.key), seen)
-        merged = dict(sorted(merged.items()))
-        changed = _identity(merged.values()) != _identity(self._merged.values())
-        self._merged = merged
+    def _merge(self, now: float, touched: set[RowKey] | None) -> bool:
+        """Merges the rows of these keys anew; all of them for None, or when a table's time has come."""
+        if self._age(now) or touched is None:
+            tables = self._tables.values()
+            touched = self._merged.keys() | {key for t in tables for rows in (t.rows, t.former) for key in rows}
+        changed = False
+        for key in touched:
+            before, best = self._merged.get(key), self._best(key)
+            if best is None:
+                self._merged.pop(key, None)
+            else:
+                self._merged[key] = best
+            changed |= (best and _identity(best)) != (before and _identity(before))
+        if touched:
+            self._ordered = None
         self._version += changed
         return changed
+
+    def _age(self, now: float) -> bool:
+        """Forgets former lives that had their time, marks tables without contact; True when any was."""
+        aged = False
+        for table in self._tables.values():
+            if table.former and now >= table.former_until:
+                table.former, aged = {}, True
+            stale = table.lost_at is not None and now - table.lost_at >= self._ttl
+            if stale != table.stale:
+                table.stale, aged = stale, True
+        return aged
+
+    def _best(self, key: RowKey) -> RankRow | None:
+        best: RankRow | None = None
+        for table in self._tables.values():
+            for row in (table.rows.get(key), table.former.get(key)):
+                if row is None:
+                    continue
+                demoted = table.stale and row.state is not MembershipState.DRAINING
+                seen = msgspec.structs.replace(row, state=MembershipState.LOST) if demoted else row
+                best = _better(best, seen)
+        return best
 
 
 def _better(one: RankRow | None, other: RankRow) -> RankRow:
@@ -222,12 +256,9 @@ def _better(one: RankRow | None, other: RankRow) -> RankRow:
     return max(one, other, key=lambda row: (row.incarnation, _RANK[row.state], row.revision))
 
 
-def _identity(rows: Iterable[RankRow]) -> list[tuple[object, ...]]:
+def _identity(row: RankRow) -> tuple[object, ...]:
     """What makes a change: everything but load, and revisions, which differ between tables."""
-    return [
-        (row.key, row.incarnation, row.state, row.endpoint, row.engine_pid, row.instance, row.layout, row.descriptors)
-        for row in rows
-    ]
+    return (row.incarnation, row.state, row.endpoint, row.engine_pid, row.instance, row.layout, row.descriptors)
 
 
 class RosterWatcher:

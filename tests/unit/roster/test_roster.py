@@ -207,3 +207,29 @@ def test_after_a_ttl_in_contact_the_roster_is_the_merge_of_the_tables(steps: lis
         told = {r.state for r in rows if r.key == row.key and r.incarnation == row.incarnation}
         strongest = next(state for state in (DRAINING, READY, JOINING, LOST) if state in told)
         assert row.state is strongest
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 5), st.integers(0, 2), st.integers(1, 3)), max_size=40))
+def test_merging_what_was_touched_is_merging_all(steps: list[tuple[str, int, int, int]]) -> None:
+    """Each event merges its own rows only; that must never differ from merging the tables whole."""
+    roster, now, n = Roster(["a", "b"], ttl=4.0), 0.0, 0
+    for bootstrap, what, which, number in steps:
+        now, n = now + number, n + 1
+        row = rank_row(f"d{which}", incarnation=number, state=[JOINING, READY, DRAINING][number - 1])
+        if what == 0:
+            roster.apply(bootstrap, snap(number, row, n=n), now)
+        elif what == 1:
+            roster.apply(bootstrap, change(1, n, row), now)
+        elif what == 2:
+            roster.apply(bootstrap, change(1, n, rank_row(f"d{which}", incarnation=number, state=LEFT)), now)
+        elif what == 3:
+            load = RowLoad(row.key, number, Load(running=n))
+            roster.apply(bootstrap, LoadUpdate(Revision(1, n), (load,)), now)
+        elif what == 4:
+            roster.contact_lost(bootstrap, now)
+        else:
+            roster.expire(now)
+        rows, version = roster.rows(), roster.version
+        assert not roster._merge(now, None)
+        assert (roster.rows(), roster.version) == (rows, version)

@@ -5,11 +5,11 @@
         mesh.kill("prefill-0")                          # the service process; engine=True: its engine
         await mesh.gone("prefill-0"); await mesh.start("prefill-0")
 
-Processes are "bootstrap", "router", "prefill-0", "decode-0", …; options go to every process that knows
-them, `overrides` to one kind or one process. Readiness comes by the handshake. A killed process stays
-down until start(); its port is kept. Leaving the block asserts conservation on every live worker (see
-quiet()), ends all processes, and asserts that each one ended by itself; after a failed test it prints the
-status and each process's last lines instead.
+Processes are "bootstrap", "router", "prefill-0", "decode-0", …; with several of them "bootstrap-1" and
+"router-1" come after the first. Options go to every process that knows them, `overrides` to one kind or one
+process. Readiness comes by the handshake. A killed process stays down until start(); its port is kept. Leaving
+the block asserts conservation on every live worker (see quiet()), ends all processes, and asserts that each one
+ended by itself; after a failed test it prints the status and each process's last lines instead.
 
 For a mesh that a module's tests share, fixture and tests need one loop:
     pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -59,6 +59,8 @@ class Mesh:
         decode: int = 1,
         mixed: int = 0,
         router: bool = True,
+        routers: int = 1,
+        bootstraps: int = 1,
         options: Mapping[str, Any] | None = None,
         overrides: Mapping[str, Mapping[str, Any]] | None = None,
         check_conservation: bool = True,
@@ -73,7 +75,8 @@ class Mesh:
         self._kinds: dict[str, ServiceKind] = {f"prefill-{i}": "prefill" for i in range(prefill)}
         self._kinds |= {f"decode-{i}": "decode" for i in range(decode)}
         self._kinds |= {f"mixed-{i}": "decode" for i in range(mixed)}
-        self._with_router = router
+        self._routers = _numbered("router", routers if router else 0)
+        self._bootstraps = _numbered("bootstrap", bootstraps)
         self._children: dict[str, Child] = {}
         self._exits: dict[str, Exit] = {}
         self._lives: dict[str, asyncio.Task[None]] = {}
@@ -88,11 +91,10 @@ class Mesh:
     async def __aenter__(self) -> Mesh:
         self._sockets = tempfile.mkdtemp(prefix="pdmesh-test-")
         try:
-            await self.start("bootstrap")
-            names = [*self._kinds, *(["router"] if self._with_router else [])]
-            await asyncio.gather(*(self.start(name) for name in names))
-            if self._with_router:
-                await self.until_ready()
+            await asyncio.gather(*(self.start(name) for name in self._bootstraps))
+            await asyncio.gather(*(self.start(name) for name in (*self._kinds, *self._routers)))
+            for name in self._routers:
+                await self.until_ready(router=name)
         except BaseException:
             self._print_lines()
             await self._end(quick=True)
@@ -123,7 +125,7 @@ class Mesh:
 
         A worker that the mesh did not begin with joins by its name: prefill-N, decode-N or mixed-N.
         """
-        if name not in ("bootstrap", "router"):
+        if name not in (*self._bootstraps, *self._routers):
             self._kinds.setdefault(name, "prefill" if name.startswith("prefill") else "decode")
         assert name not in self._children or self._children[name].gone.is_set(), f"{name} runs"
         self._killed.discard(name)
@@ -144,19 +146,19 @@ class Mesh:
             raise AssertionError(f"{name} did not start: {end}\n" + "\n".join(lines))
         self._ports[name] = int(str(child.info["endpoint"]).rpartition(":")[2])
 
-    async def until_ready(self, timeout: float = START_TIMEOUT) -> None:
-        """Waits until the router answers 200 on /readiness."""
+    async def until_ready(self, timeout: float = START_TIMEOUT, router: str = "router") -> None:
+        """Waits until a router answers 200 on /readiness."""
         last = ""
         async with httpx.AsyncClient(timeout=5.0, trust_env=False) as client, asyncio.timeout(timeout):
             while True:
                 try:
-                    answer = await client.get(f"{self.url}/readiness")
+                    answer = await client.get(f"{self.url_of(router)}/readiness")
                     if answer.status_code == 200:
                         return
                     last = answer.text
                 except httpx.HTTPError as exc:
                     last = str(exc)
-                assert "router" not in self._exits, f"router ended: {last}"
+                assert router not in self._exits, f"{router} ended: {last}"
                 await asyncio.sleep(0.05)
 
     # ---- places -------------------------------------------------------------------------------------
@@ -164,7 +166,11 @@ class Mesh:
     @property
     def url(self) -> str:
         """The router's address, without /v1."""
-        return f"http://127.0.0.1:{self._ports['router']}"
+        return self.url_of("router")
+
+    def url_of(self, router: str) -> str:
+        """The address of one of several routers, without /v1."""
+        return f"http://127.0.0.1:{self._ports[router]}"
 
     @property
     def base_url(self) -> str:
@@ -178,8 +184,9 @@ class Mesh:
 
     @property
     def bootstrap(self) -> str:
-        """Bootstrap's host:port."""
-        return f"127.0.0.1:{self._ports['bootstrap']}"
+        """host:port of Bootstrap; of the first that runs when there are several."""
+        up = [name for name in self._bootstraps if name in self._children and self.pid(name)]
+        return self.endpoint(up[0] if up else "bootstrap")
 
     def endpoint(self, name: str) -> str:
         """host:port of one process."""
@@ -229,7 +236,7 @@ class Mesh:
         workers = {name for name in self._kinds if self.pid(name)}
         if not workers:
             return []
-        if not self.pid("bootstrap"):
+        if not any(self.pid(name) for name in self._bootstraps):
             return [{"bootstrap": "is down: start it before the mesh ends"}]
         try:
             ranks = {rank["instance"]: rank for rank in (await self.status())["ranks"]}
@@ -270,10 +277,10 @@ class Mesh:
     # ---- inside -------------------------------------------------------------------------------------
 
     def _spec(self, name: str) -> ChildSpec:
-        kind: ServiceKind = self._kinds.get(name) or ("router" if name == "router" else "bootstrap")
+        kind: ServiceKind = self._kinds.get(name) or ("router" if name in self._routers else "bootstrap")
         chosen: dict[str, Any] = {"port": self._ports.get(name, 0)}
         if kind != "bootstrap":
-            chosen["bootstrap"] = self.bootstrap
+            chosen["bootstrap"] = tuple(self.endpoint(bootstrap) for bootstrap in self._bootstraps)
         if kind in ("prefill", "decode"):
             chosen |= {"instance": name, "socket_dir": self._sockets}
         values = self._config.child_values(kind, **chosen)
@@ -281,7 +288,7 @@ class Mesh:
         return ChildSpec(name, arguments(kind, values, mixed=name.startswith("mixed")), 0, child_environment())
 
     async def _end(self, *, quick: bool) -> None:
-        order = [["router"], list(self._kinds), ["bootstrap"]]
+        order = [self._routers, list(self._kinds), self._bootstraps]
         for names in order:
             children = [self._children[n] for n in names if n in self._children]
             for child in children:
@@ -310,3 +317,7 @@ class Mesh:
         for name, lines in self._lines.items():
             end = f" ({self._exits[name].reason})" if name in self._exits else ""
             print(f"--- {name}{end}", *list(lines)[-40:], sep="\n")
+
+
+def _numbered(name: str, count: int) -> list[str]:
+    return [name, *(f"{name}-{i}" for i in range(1, count))][:count]

@@ -26,13 +26,14 @@ from typing import Any
 
 from engine_core.config import DisaggConfig
 from engine_core.kv.storage import KvRegion
-from engine_core.transfer.base import Connect, LinkOpened, PrepareReceive, Push, PushDone, TransferEvent
+from engine_core.transfer.base import Connect, ExpectLink, LinkOpened, PrepareReceive, Push, PushDone, TransferEvent
 from engine_core.transfer.manager import KVTransferManager
 from engine_core.types.ids import SessionId, mint_incarnation
 from engine_core.types.kv import KvGroupLayout, KvGroupSpec, KvLayout
 
 SPEC = KvGroupSpec(num_layers=30, num_heads=3, head_size=64, dtype="float32")
 BLOCK_SIZE = 16
+SECRET = bytes(32)
 
 
 def pool_layout(num_blocks: int) -> KvLayout:
@@ -86,11 +87,13 @@ def measure(tokens: int, rounds: int) -> dict[str, Any]:
     child.start()
     peer_incarnation, descriptors, port = conn.recv()
     end = End(num_blocks, accept=False)
+    conn.send(("prepare", ExpectLink(end.incarnation, SECRET)))
+    conn.recv()
     end.region.buffer[:] = b"\x01" * end.region.nbytes
     bare = socket.create_connection(("127.0.0.1", port))
     bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for link_id, kind in ((1, "shm"), (2, "tcp")):
-        end.manager.submit(Connect(link_id, peer_incarnation, "decode", end.layout, descriptors, kind))
+        end.manager.submit(Connect(link_id, peer_incarnation, "decode", end.layout, descriptors, kind, SECRET))
         opened = end.next()
         assert isinstance(opened, LinkOpened), opened
 

@@ -37,6 +37,8 @@ class Scheduler(Protocol):
     def load(self) -> tuple[int, int, int]: ...
     def num_sessions(self) -> int: ...
     def stuck_blocks(self, now: float) -> int: ...
+    def states(self) -> dict[str, int]: ...
+    def quarantined(self) -> dict[str, int]: ...
     def has_work(self) -> bool: ...
     def check(self) -> None: ...
 
@@ -73,7 +75,7 @@ class EngineCore:
             self._context.out.command(
                 Connect(
                     frame.link_id, frame.peer_incarnation, frame.peer_instance, frame.layout, frame.descriptors,
-                    frame.transport,
+                    frame.transport, frame.secret,
                 )
             )  # fmt: skip
             return
@@ -117,7 +119,9 @@ class EngineCore:
         for part, token in zip(plan.sequences, result.sampled, strict=True):
             self._scheduler.settle(part, token, now)
         decodes = sum(len(part.token_ids) == 1 for part in plan.sequences)
-        self._context.pacer.observe(decodes, plan.num_tokens - decodes, result.seconds)
+        tokens = plan.num_tokens
+        self._context.pacer.observe(decodes, tokens - decodes, result.seconds)
+        self._context.distributions.step(decodes, len(plan.sequences) - decodes, tokens, result.seconds)
         self._context.counters["steps"] += 1
 
     def take_frames(self) -> list[Frame]:
@@ -163,6 +167,9 @@ class EngineCore:
             steps=self._step,
             busy=self.has_work(),
             counters={**self._context.counters, **prefix},
+            histograms=self._context.distributions.figures(),
+            states=self._scheduler.states(),
+            quarantined=self._scheduler.quarantined(),
             stuck=self._scheduler.stuck_blocks(self._ticked_at),
         )
 

@@ -35,7 +35,7 @@ class CommonConfig(_Config):
     tls_cert: str = Field("", description="PEM file with this process's certificate chain, for gRPC with mTLS")
     tls_key: str = Field("", description="PEM file with the certificate's key")
     tls_ca: str = Field("", description="PEM file with the authorities whose certificates peers must have")
-    tls_name: str = Field("", description="Name that peers' certificates must have; by default the host that is dialled")
+    tls_name: str = Field("", description="Name that peers' certificates must have; by default the host dialled")
     insecure: bool = Field(False, description="Listen beyond this machine though nothing asks callers who they are")
     log_prompts: bool = Field(False, description="Let logs hold the text of prompts and answers")
 
@@ -205,7 +205,8 @@ class ServeConfig(CommonConfig):
     def child_values(self, kind: ServiceKind, **chosen: Any) -> dict[str, Any]:
         """The values, by field, that differ from the defaults of that service."""
         fields = _KINDS[kind].model_fields
-        own = {n: getattr(self, n) for n in ("model", "log_level", "log_format", "drain_timeout") if n in fields}
+        names: tuple[str, ...] = ("model", "log_level", "log_format", "drain_timeout")
+        own = {n: getattr(self, n) for n in names if n in fields}
         own |= {n: getattr(self, n) for n in _OF_ALL if getattr(self, n)}
         passed = {n: v for n, v in self.options.items() if n in fields}
         values = own | passed | dict(self.overrides.get(kind, {})) | chosen

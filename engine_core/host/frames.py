@@ -17,6 +17,7 @@ from engine_core.scheduler.messages import (
     Delivered,
     EndSession,
     ErrorInfo,
+    ExpectPeer,
     FirstToken,
     Frame,
     FromEngine,
@@ -45,6 +46,7 @@ from engine_core.scheduler.messages import (
     StopProfile,
     TicketArrived,
     ToEngine,
+    Tokens,
 )
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "Delivered",
     "EndSession",
     "ErrorInfo",
+    "ExpectPeer",
     "FirstToken",
     "Frame",
     "FrameSplitter",
@@ -83,6 +86,7 @@ __all__ = [
     "StopProfile",
     "TicketArrived",
     "ToEngine",
+    "Tokens",
     "encode",
     "frame_socketpair",
     "from_engine_decoder",

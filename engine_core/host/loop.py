@@ -18,8 +18,18 @@ import msgspec
 from engine_core.engine import EngineCore
 from engine_core.execution.executor_api import Executor
 from engine_core.host.channel import FrameChannel
-from engine_core.scheduler.messages import Frame, Moves, PairStats, ReportStats, Shutdown, StartProfile, StopProfile
-from engine_core.transfer.base import TransferEvent, TransferPort
+from engine_core.scheduler.messages import (
+    ExpectPeer,
+    Frame,
+    Moves,
+    PairStats,
+    ReportStats,
+    Shutdown,
+    StartProfile,
+    StopProfile,
+    Tokens,
+)
+from engine_core.transfer.base import ExpectLink, SetTokens, TransferCommand, TransferEvent, TransferPort
 
 STATS_SECONDS = 1.0
 """How often figures are sent; they are the heartbeat that the service process listens to. They are also sent
@@ -147,8 +157,16 @@ class EngineLoop:
                 self._profiler.start(frame.path, frame.steps)
             case StopProfile():
                 self._profiler.stop()
+            case ExpectPeer(peer_incarnation=peer, secret=secret):
+                self._submit(ExpectLink(peer, secret))
+            case Tokens(tokens=tokens):
+                self._submit(SetTokens(tokens))
             case _:
                 self._core.on_frame(frame, time.monotonic())
+
+    def _submit(self, command: TransferCommand) -> None:
+        if self._transfer is not None:
+            self._transfer.submit(command)
 
     def _sleep_seconds(self, now: float) -> float:
         wakeup = self._core.next_wakeup()
@@ -157,8 +175,7 @@ class EngineLoop:
 
     def _flush(self) -> None:
         for command in self._core.take_commands():
-            if self._transfer is not None:
-                self._transfer.submit(command)
+            self._submit(command)
         for frame in self._core.take_frames():
             self._channel.send(frame)
         moves = self._core.take_moves()

@@ -93,7 +93,7 @@ def _build(
 
         transfer = KVTransferManager(
             config.disagg, first.incarnation, first.instance, region, layout, events.post,
-            accept_links=role is Role.DECODE,
+            accept_links=role is Role.DECODE, tokens=first.tokens,
         )  # fmt: skip
     core = EngineCore(
         role, config.scheduler, kv, layout,

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from engine_core.lifecycle.machine import Move
+from engine_core.scheduler.figures import HistogramFigures
 from engine_core.types.errors import PdmeshError
 from engine_core.types.ids import Incarnation, SessionId
 from engine_core.types.kv import (
@@ -38,11 +39,12 @@ class Frame(msgspec.Struct, frozen=True, tag=True):
 
 
 class Configure(Frame, frozen=True):
-    """First frame: the InferenceConfig as plain data, and who this worker is."""
+    """First frame: the InferenceConfig as plain data, who this worker is, and the mesh's tokens, for links."""
 
     config: dict[str, Any]
     incarnation: Incarnation
     instance: str
+    tokens: tuple[bytes, ...] = ()
 
 
 class Open(Frame, frozen=True):
@@ -115,6 +117,20 @@ class ConnectLink(Frame, frozen=True):
     layout: KvLayout
     descriptors: tuple[TransferDescriptor, ...]
     transport: str = "auto"
+    secret: bytes = b""
+
+
+class ExpectPeer(Frame, frozen=True):
+    """Tells a decode engine that a prefill engine may open links, proved by the pair's secret."""
+
+    peer_incarnation: Incarnation
+    secret: bytes
+
+
+class Tokens(Frame, frozen=True):
+    """The mesh's tokens have changed; links that are up stay up."""
+
+    tokens: tuple[bytes, ...]
 
 
 class ReportStats(Frame, frozen=True):
@@ -275,6 +291,11 @@ class Stats(Frame, frozen=True):
     busy: bool
     pairs: tuple[PairStats, ...] = ()
     counters: dict[str, float] = {}
+    histograms: dict[str, HistogramFigures] = {}
+    states: dict[str, int] = {}
+    """Sessions by "machine.STATE"."""
+    quarantined: dict[str, int] = {}
+    """Blocks by the instance that may still write them."""
     stuck: int = 0
     """Blocks quarantined for longer than a living writer needs to answer."""
 
@@ -287,7 +308,7 @@ class Moves(Frame, frozen=True):
 
 ToEngine = (
     Configure | Open | OpenPrefill | LegStarted | LegToken | LegDelivered | LegFailed | TicketArrived
-    | EndSession | ConnectLink | ReportStats | StartProfile | StopProfile | Shutdown
+    | EndSession | ConnectLink | ExpectPeer | Tokens | ReportStats | StartProfile | StopProfile | Shutdown
 )  # fmt: skip
 FromEngine = (
     Ready | StartupFailed | Outputs | OpenLeg | SendTicket | Started | FirstToken | Delivered | SessionFailed

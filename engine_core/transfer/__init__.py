@@ -8,6 +8,6 @@ events; it decides nothing about requests.
     sender      the writing end: a push thread per link; outgoing: its half of the socket
     acceptor    the door; receiver: the reading end; grants: which bytes a session may write
     copy_plan   two layouts and two block lists become byte copies; native/ copies them; checksum adds them up
-    wire        messages and frames
+    handshake   what both ends of a link prove first; wire: messages and frames
     transport   what a transport is; transports/ shm, tcp, scripted
 """

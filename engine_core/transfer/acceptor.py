@@ -10,6 +10,7 @@ import functools
 import logging
 import selectors
 import socket
+import struct
 import time
 from collections.abc import Callable, Sequence
 
@@ -20,6 +21,7 @@ from engine_core.types.kv import TransferDescriptor
 log = logging.getLogger(__name__)
 
 _MAX_CALLERS = 64
+_QUIET_SECONDS = 10.0
 
 
 class Acceptor:
@@ -36,6 +38,7 @@ class Acceptor:
         self._taken, self._arrived = taken, arrived
         self._listening: list[socket.socket] = []
         self._callers: dict[socket.socket, Caller] = {}
+        self._complained: dict[str, float] = {}
 
     def listen(self, transports: Sequence[Transport]) -> list[TransferDescriptor]:
         """Opens the door of each transport. Raises ConfigError; what is open then is closed by `close`."""
@@ -57,7 +60,13 @@ class Acceptor:
         if self._callers:
             now = time.monotonic()
             for caller in [c for c in self._callers.values() if c.deadline <= now]:
+                caller.give_up()
                 self._drop(caller)
+
+    def expected(self, incarnation: int) -> None:
+        """Links of this peer are expected from now on: a caller may wait for that."""
+        for caller in [c for c in self._callers.values() if c.claim is not None and c.claim.incarnation == incarnation]:
+            self._after(caller, goes_on=caller.go_on())
 
     def close(self) -> None:
         """Closes the door, and lets go of all callers. Idempotent."""
@@ -87,7 +96,11 @@ class Acceptor:
             log.warning("%s: %d callers have not greeted yet; another is let go", transport.name, len(self._callers))
             sock.close()
             return
-        caller = Caller(sock, transport, self._context, self._taken)
+        try:
+            caller = Caller(sock, transport, self._context, self._taken)
+        except OSError:
+            sock.close()
+            return
         self._callers[sock] = caller
         self._selector.register(sock, selectors.EVENT_READ, functools.partial(self._on_caller, caller))
 
@@ -98,7 +111,14 @@ class Acceptor:
         finally:
             if not goes_on:
                 self._drop(caller)
-        if not goes_on or caller.hello is None or caller.ready is None:
+        self._after(caller, goes_on=goes_on)
+
+    def _after(self, caller: Caller, *, goes_on: bool) -> None:
+        """Drops a caller, hands it over when it has greeted, or leaves it as it is."""
+        if not goes_on:
+            self._drop(caller)
+            return
+        if caller.hello is None or caller.ready is None:
             return
         if self._taken(caller.hello.link_id):  # two callers greeted for one link
             self._drop(caller)
@@ -107,6 +127,31 @@ class Acceptor:
         self._arrived(caller)
 
     def _drop(self, caller: Caller) -> None:
-        if self._callers.pop(caller.sock, None) is not None:
-            self._selector.unregister(caller.sock)
-            caller.sock.close()
+        if self._callers.pop(caller.sock, None) is None:
+            return
+        if caller.refusal:
+            self._complain(caller)
+        self._selector.unregister(caller.sock)
+        caller.sock.close()
+
+    def _complain(self, caller: Caller) -> None:
+        """A line for each reason, and not again for some seconds: strangers must not fill the log."""
+        now = time.monotonic()
+        if now - self._complained.get(caller.refusal, -_QUIET_SECONDS) < _QUIET_SECONDS:
+            return
+        self._complained[caller.refusal] = now
+        claim = caller.claim
+        who = f" (incarnation {claim.incarnation}, link {claim.link_id:x})" if claim is not None else ""
+        log.warning("%s: refused a link of %s%s: %s", caller.transport.name, _peer(caller.sock), who, caller.refusal)
+
+
+def _peer(sock: socket.socket) -> str:
+    """Who is at the other end, for people."""
+    try:
+        if sock.family == socket.AF_UNIX:
+            pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            return f"process {pid} of user {uid}"
+        host, port = sock.getpeername()[:2]
+        return f"{host}:{port}"
+    except OSError:
+        return "a peer that is gone"

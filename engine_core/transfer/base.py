@@ -29,7 +29,7 @@ from engine_core.types.kv import KvLayout, TransferDescriptor
 
 
 class Connect(msgspec.Struct, frozen=True):
-    """Open a link to a decode engine (writer's side)."""
+    """Open a link to a decode engine (writer's side). `secret` is the pair's: handshake.py."""
 
     link_id: int
     peer_incarnation: Incarnation
@@ -37,6 +37,20 @@ class Connect(msgspec.Struct, frozen=True):
     layout: KvLayout
     descriptors: tuple[TransferDescriptor, ...]
     transport: str
+    secret: bytes = b""
+
+
+class ExpectLink(msgspec.Struct, frozen=True):
+    """Links of this peer may come, proved by this secret of the pair. Of no link yet, so not in order with any."""
+
+    peer_incarnation: Incarnation
+    secret: bytes
+
+
+class SetTokens(msgspec.Struct, frozen=True):
+    """The mesh's tokens from now on, for links that are opened later."""
+
+    tokens: tuple[bytes, ...]
 
 
 class PrepareReceive(msgspec.Struct, frozen=True):
@@ -100,9 +114,12 @@ class CloseLink(msgspec.Struct, frozen=True):
     link_id: int
 
 
-TransferCommand = (
+LinkCommand = (
     Connect | PrepareReceive | DropReceive | SendAbort | SendQuiet | Push | CancelPush | VerifyBlocks | CloseLink
 )
+"""Commands about one link, which they name by `link_id`."""
+
+TransferCommand = LinkCommand | ExpectLink | SetTokens
 
 # ---- events: transfer threads -> loop ---------------------------------------------------------------
 

@@ -123,7 +123,9 @@ class Dialler:
                 failures.append(f"{kind}: the peer does not offer it")
                 continue
             try:
-                writer = transport.connect(Dial(connect.link_id, connect.peer_incarnation, descriptor, interrupt, stop))
+                writer = transport.connect(
+                    Dial(connect.link_id, connect.peer_incarnation, connect.secret, descriptor, interrupt, stop)
+                )
             except ConnectFailed as exc:
                 failures.append(exc.message)
                 continue

@@ -20,7 +20,7 @@ import logging
 import selectors
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from engine_core.config import DisaggConfig
 from engine_core.plugins import TRANSPORTS, load
@@ -31,7 +31,9 @@ from engine_core.transfer.base import (
     CloseLink,
     Connect,
     DropReceive,
+    ExpectLink,
     LinkClosed,
+    LinkCommand,
     LinkFigures,
     LinkOpened,
     PostEvent,
@@ -41,6 +43,7 @@ from engine_core.transfer.base import (
     ReceiveQuiet,
     SendAbort,
     SendQuiet,
+    SetTokens,
     SourceQuiet,
     TransferCommand,
     Verified,
@@ -48,6 +51,7 @@ from engine_core.transfer.base import (
 )
 from engine_core.transfer.checksum import BlockChecksum
 from engine_core.transfer.copy_plan import check_compatible
+from engine_core.transfer.handshake import LinkSecrets
 from engine_core.transfer.links import AUTO_ORDER, Dialler, Links, OutboundLink
 from engine_core.transfer.receiver import Caller, InboundLink
 from engine_core.transfer.sender import Sender
@@ -83,9 +87,11 @@ class KVTransferManager:
         post: PostEvent,
         *,
         accept_links: bool,
+        tokens: Sequence[bytes] = (),
     ) -> None:
         self._config, self._region, self._layout, self._post = config, region, layout, post
-        self._context = TransportContext(config, incarnation, instance, region, layout)
+        self._secrets = LinkSecrets(tokens)
+        self._context = TransportContext(config, incarnation, instance, region, layout, self._secrets)
         names = dict.fromkeys((*AUTO_ORDER, *(n for n in (config.transfer_backend,) if n != "auto")))
         self._transports: dict[str, Transport] = {
             name: load(TRANSPORTS, "transport", name)(self._context) for name in names
@@ -181,7 +187,7 @@ class KVTransferManager:
                 else:
                     self._carry_out(task)
             except Exception:
-                log.exception("a transfer command failed: %r", task)
+                log.exception("a transfer command failed: %s", type(task).__name__)
 
     def _begin_to_close(self) -> None:
         if self._closing_at:
@@ -209,6 +215,11 @@ class KVTransferManager:
     def _carry_out(self, command: TransferCommand) -> None:
         if isinstance(command, Connect):
             self._connect(command)
+        elif isinstance(command, ExpectLink):
+            self._secrets.expect(command.peer_incarnation, command.secret)
+            self._acceptor.expected(command.peer_incarnation)
+        elif isinstance(command, SetTokens):
+            self._secrets.tokens = command.tokens
         elif isinstance(command, VerifyBlocks):
             self._verify(command)
         elif (outbound := self._links.outbound.get(command.link_id)) is not None:
@@ -218,7 +229,7 @@ class KVTransferManager:
         else:
             self._carry_out_gone(command)
 
-    def _carry_out_outbound(self, link: OutboundLink, command: TransferCommand) -> None:
+    def _carry_out_outbound(self, link: OutboundLink, command: LinkCommand) -> None:
         match command:
             case Push():
                 link.sender.push(command)
@@ -231,7 +242,7 @@ class KVTransferManager:
             case _:
                 log.error("link %x is a writer's: %s means nothing", command.link_id, type(command).__name__)
 
-    def _carry_out_inbound(self, link: InboundLink, command: TransferCommand) -> None:
+    def _carry_out_inbound(self, link: InboundLink, command: LinkCommand) -> None:
         match command:
             case PrepareReceive(session=session, block_ids=block_ids):
                 link.prepare(session, block_ids)
@@ -247,7 +258,7 @@ class KVTransferManager:
             case _:
                 log.error("link %x is a reader's: %s means nothing", command.link_id, type(command).__name__)
 
-    def _carry_out_gone(self, command: TransferCommand) -> None:
+    def _carry_out_gone(self, command: LinkCommand) -> None:
         match command:
             case Push(link_id=link_id, session=session, push_id=push_id):
                 self._post(PushFailed(link_id, session, push_id, "the link is gone"))

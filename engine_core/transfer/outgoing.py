@@ -7,6 +7,7 @@ import select
 import socket
 import time
 
+from engine_core.transfer.handshake import CHALLENGE_BYTES, VERDICT_BYTES, Claim, Claimant, Refusal
 from engine_core.transfer.transport import CONNECT_SECONDS, STALL_SECONDS, Cancel, ConnectFailed, Dial, LinkBroken
 from engine_core.transfer.transport import TransportContext as Context
 from engine_core.transfer.wire import (
@@ -19,6 +20,7 @@ from engine_core.transfer.wire import (
     Refused,
     Welcome,
     encode,
+    read_exactly,
     read_within,
 )
 
@@ -83,7 +85,9 @@ class Greeting:
         return max(0.001, self._deadline - time.monotonic())
 
     def hello(self, sock: socket.socket) -> tuple[FrameReader, Welcome]:
-        """Greets. `reader.fds` are the caller's to close. Raises ConnectFailed; never closes the socket."""
+        """Proves itself, and greets. `reader.fds` are the caller's to close. Raises ConnectFailed; never closes the
+        socket."""
+        self._prove(sock)
         dial = self._dial
         message = Hello(
             version=VERSION,
@@ -107,6 +111,19 @@ class Greeting:
         close_fds(reader)
         why = answer.reason if isinstance(answer, Refused) else f"unexpected {type(answer).__name__}"
         raise ConnectFailed(f"{self._transport}: refused by the peer: {why}")
+
+    def _prove(self, sock: socket.socket) -> None:
+        dial, secrets = self._dial, self._context.secrets
+        claim = Claim(dial.link_id, self._context.incarnation, dial.peer_incarnation)
+        claimant = Claimant(claim, secrets.keys(dial.secret)[0])
+        try:
+            sock.sendall(claimant.answer(self._exactly(sock, CHALLENGE_BYTES)))
+            claimant.check(self._exactly(sock, VERDICT_BYTES))
+        except (OSError, EndOfLink, Refusal) as exc:
+            raise ConnectFailed(f"{self._transport}: {exc}") from exc
+
+    def _exactly(self, sock: socket.socket, size: int) -> bytearray:
+        return read_exactly(sock, size, self._deadline, self._dial.stop.is_set)
 
     def ready(self, sock: socket.socket, reason: str) -> None:
         """Ends the handshake. Raises ConnectFailed."""

@@ -1,6 +1,6 @@
 """The accepting end of links: callers that still have to greet, and links that are up.
 
-    accepted ─▶ Caller ── Hello, Welcome, Ready ──▶ InboundLink ── end of file ──▶ gone
+    accepted ─▶ Caller ── proofs, Hello, Welcome, Ready ──▶ InboundLink ── end of file ──▶ gone
                   └─ garbage, refusal, 2 s without a greeting ─▶ closed, nobody hears of it
 
 All of it runs in the manager's loop and never blocks. What a link reads goes into the pool only inside
@@ -10,6 +10,7 @@ blocks that its session was granted; anything else is read into a sink, and the 
 from __future__ import annotations
 
 import array
+import contextlib
 import logging
 import socket
 import time
@@ -19,6 +20,18 @@ import numpy as np
 
 from engine_core.transfer.base import PostEvent, QuietReceived
 from engine_core.transfer.grants import Grant
+from engine_core.transfer.handshake import (
+    ACCEPTED,
+    CLAIM_BYTES,
+    NO_PROOF,
+    NOT_EXPECTED,
+    NOT_THIS_LIFE,
+    REASONS,
+    Challenger,
+    Claim,
+    Refusal,
+    verdict,
+)
 from engine_core.transfer.outgoing import IOV_MAX
 from engine_core.transfer.recent import Recent
 from engine_core.transfer.transport import CONNECT_SECONDS, PoolRegion, Transport, TransportContext
@@ -53,27 +66,96 @@ _MAX_GRANTS = 8192
 
 
 class Caller:
-    """A connection that has not greeted yet. `ready` is set when its link is to be opened."""
+    """A connection that has not greeted yet. `ready` is set when its link is to be opened.
+
+    Nothing of it is read but one claim of fixed length, until that is proved (handshake.py). A claim of a peer whose
+    link is not expected yet waits for that: go_on() looks again.
+    """
 
     def __init__(
         self, sock: socket.socket, transport: Transport, context: TransportContext, taken: Callable[[int], bool]
     ) -> None:
+        """Sends the challenge. Raises OSError."""
         self.sock, self.transport, self.reader = sock, transport, FrameReader(sock)
         self.deadline = time.monotonic() + CONNECT_SECONDS
+        self.claim: Claim | None = None
         self.hello: Hello | None = None
         self.ready: Ready | None = None
+        self.refusal = ""
+        """Why the connection is to be closed, where the other end is told."""
         self._context, self._taken = context, taken
+        self._challenger = Challenger()
+        self._claim_bytes = bytearray()
+        self._proved = self._waits = False
+        sock.sendall(self._challenger.challenge())  # fits the empty buffer of a new socket
 
     def on_readable(self) -> bool:
         """Goes on with the handshake; False when the connection is to be closed."""
         try:
+            if self._waits:
+                raise EndOfLink("it did not wait for the answer")  # more bytes, or the end: nothing that a peer sends
+            if not self._proved and not self._read_claim():
+                return True
+            return self.go_on()
+        except (EndOfLink, ProtocolError, Refusal, OSError) as exc:
+            log.debug("%s: a caller is let go: %s", self.transport.name, exc)
+            return False
+
+    def go_on(self) -> bool:
+        """As on_readable, without reading a claim."""
+        try:
+            if not self._proved and not self._judge():
+                return not self.refusal
             while self.ready is None and (message := self.reader.read()) is not None:
                 if not self._take(message):
                     return False
-        except (EndOfLink, ProtocolError, OSError) as exc:
+        except (EndOfLink, ProtocolError, Refusal, OSError) as exc:
             log.debug("%s: a caller is let go: %s", self.transport.name, exc)
             return False
         return True
+
+    def give_up(self) -> None:
+        """Its time is over; says why when it waited to be expected."""
+        if self.claim is not None and not self._proved and not self.refusal:
+            self._refuse(NOT_EXPECTED)
+
+    def _read_claim(self) -> bool:
+        """True once the claim is here, all of it and nothing more."""
+        try:
+            while (left := CLAIM_BYTES - len(self._claim_bytes)) > 0:
+                data = self.sock.recv(left)
+                if not data:
+                    raise EndOfLink("the peer closed the connection")
+                self._claim_bytes += data
+        except BlockingIOError:
+            return False
+        return True
+
+    def _judge(self) -> bool:
+        """True when the claim is proved. False while its peer is not expected, and once it is refused."""
+        if len(self._claim_bytes) < CLAIM_BYTES or self.refusal:
+            return False
+        claim, nonce, proof = self._challenger.read(self._claim_bytes)
+        self.claim = claim
+        if claim.peer_incarnation != self._context.incarnation:
+            self._refuse(NOT_THIS_LIFE)
+            return False
+        pair = self._context.secrets.of(claim.incarnation)
+        self._waits = pair is None
+        if pair is None:
+            return False
+        answer = self._challenger.judge(claim, nonce, proof, self._context.secrets.keys(pair))
+        if answer is None:
+            self._refuse(NO_PROOF)
+            return False
+        self.sock.sendall(verdict(ACCEPTED, answer))
+        self._proved = True
+        return True
+
+    def _refuse(self, code: int) -> None:
+        self.refusal = REASONS[code]
+        with contextlib.suppress(OSError):
+            self.sock.sendall(verdict(code))
 
     def _take(self, message: Message) -> bool:
         if self.hello is not None:
@@ -97,8 +179,8 @@ class Caller:
             return f"protocol version {hello.version}, not {VERSION}"
         if hello.transport != self.transport.name:
             return f"this is a {self.transport.name} socket"
-        if hello.peer_incarnation != self._context.incarnation:
-            return f"incarnation {hello.peer_incarnation} is meant, this is {self._context.incarnation}"
+        if Claim(hello.link_id, hello.incarnation, hello.peer_incarnation) != self.claim:
+            return "it greets as another than it proved to be"
         if self._taken(hello.link_id):
             return f"link {hello.link_id:x} exists or existed"
         return self.transport.refusal(hello)

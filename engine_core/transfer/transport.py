@@ -20,6 +20,7 @@ from typing import Protocol
 
 from engine_core.config import DisaggConfig
 from engine_core.transfer.copy_plan import CopyOps
+from engine_core.transfer.handshake import LinkSecrets
 from engine_core.transfer.wire import FrameReader, Hello
 from engine_core.types.errors import PdmeshError
 from engine_core.types.ids import Incarnation, SessionId
@@ -163,14 +164,17 @@ class TransportContext:
     instance: str
     region: PoolRegion
     layout: KvLayout
+    secrets: LinkSecrets
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dial:
-    """One attempt to open a link, by one descriptor. `stop`: the link is being closed meanwhile."""
+    """One attempt to open a link, by one descriptor. `secret` is the pair's; `stop`: the link is being closed
+    meanwhile."""
 
     link_id: int
     peer_incarnation: Incarnation
+    secret: bytes
     descriptor: TransferDescriptor
     interrupt: Interrupt
     stop: Cancel

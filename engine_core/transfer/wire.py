@@ -1,7 +1,7 @@
 """What travels on a link's socket, and how it is framed.
 
 A frame is a 4-byte little-endian length and a msgpack message of at most 1 MiB; after a Data message
-come its `nbytes` raw bytes. Prefill connects:
+come its `nbytes` raw bytes. Before all of it both ends prove who they are (handshake.py). Prefill connects:
 
     prefill ── Hello ──▶ decode      who I am, whom I mean, which link
     prefill ◀─ Welcome ─ decode      (shm: with the pool's memfd by SCM_RIGHTS) or Refused, then the end
@@ -190,3 +190,23 @@ def read_within(reader: FrameReader, sock: socket.socket, deadline: float, stopp
             raise TimeoutError("no answer in time" if left <= 0 else "the link was closed meanwhile")
         poll.poll(min(left, 0.05) * 1000)
     return message
+
+
+def read_exactly(sock: socket.socket, size: int, deadline: float, stopped: Callable[[], bool]) -> bytearray:
+    """As read_within, for bytes that are no message. Raises EndOfLink, TimeoutError, OSError."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    data = bytearray()
+    while len(data) < size:
+        try:
+            got = sock.recv(size - len(data))
+        except BlockingIOError:
+            left = deadline - time.monotonic()
+            if left <= 0 or stopped():
+                raise TimeoutError("no answer in time" if left <= 0 else "the link was closed meanwhile") from None
+            poll.poll(min(left, 0.05) * 1000)
+            continue
+        if not got:
+            raise EndOfLink("the peer closed the connection")
+        data += got
+    return data

@@ -1,8 +1,10 @@
-"""Digests that a router and a worker must compute alike. Torch-free."""
+"""Digests that two processes must compute alike. Torch-free."""
 
 from __future__ import annotations
 
 import hashlib
+import hmac
+import struct
 from pathlib import Path
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -21,3 +23,8 @@ def tokenizer_digest(directory: str | Path) -> str:
         digest.update(f"{name}:{size}:".encode())
         digest.update(content or b"")
     return digest.hexdigest()[:32]
+
+
+def session_proof(pair_secret: bytes, link_id: int, room: int, attempt: int) -> bytes:
+    """What shows that whoever opens a session over a link is the link's other end: both know the pair's secret."""
+    return hmac.digest(pair_secret, b"pdmesh session" + struct.pack("<QQQ", link_id, room, attempt), "sha256")

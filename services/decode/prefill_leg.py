@@ -41,9 +41,10 @@ class PrefillLeg:
         identity: WorkerIdentity,
         target: RankRow,
         channels: ChannelPool,
+        link_proof: bytes = b"",
     ) -> None:
         self._opened, self._handle, self._identity = opened, handle, identity
-        self._target, self._channels = target, channels
+        self._target, self._channels, self._link_proof = target, channels, link_proof
         self._call: _Call | None = None
         self._cancelled = False
 
@@ -82,6 +83,7 @@ class PrefillLeg:
             decode_incarnation=self._identity.incarnation,
             without_transfer=self._opened.without_transfer,
             link_id=self._opened.link_id,
+            link_proof=self._link_proof,
         )
         done = False
         try:

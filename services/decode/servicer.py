@@ -103,7 +103,10 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
     async def _run(self, opened: frames.Open, target: RankRow | None, context: _Context) -> None:
         """Opens the engine session and relays until it has ended, with its leg."""
         handle = self._engine.open(opened)
-        leg = None if target is None else PrefillLeg(opened, handle, self._identity, target, self._channels)
+        leg = None
+        if target is not None:
+            proof = self._links.proof(target, opened.link_id, handle.session) if self._links and opened.link_id else b""
+            leg = PrefillLeg(opened, handle, self._identity, target, self._channels, proof)
         session = _Relay(handle, opened.spec, leg, self._tasks, self._stall, self._engine)
         reason = "stream closed"
         try:

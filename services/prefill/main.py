@@ -11,6 +11,7 @@ from engine_core.types.errors import Leg
 from pdmesh.prefill.v1 import prefill_service_pb2_grpc
 from pdmesh.transfer.v1 import transfer_service_pb2_grpc
 from services.prefill.links import PrefillLinks
+from services.prefill.peers import DecodePeers
 from services.prefill.servicer import PrefillServicer
 from services.prefill.transfer_servicer import TransferServicer
 from services.worker.late import LateServicer
@@ -34,9 +35,9 @@ class PrefillServices:
         """The engine is ready."""
         links = PrefillLinks(parts.engine, parts.tasks, parts.config.connect_timeout)
 
-        def parts_of(incarnation: int) -> Mapping[str, str]:
-            row = parts.watcher.roster.find_incarnation(incarnation)
-            return row.instance.fingerprint_parts if row is not None else {}
-
-        self._prefill.set(PrefillServicer(parts.engine, parts.identity, parts.sessions, links, parts.session_tasks))
-        self._transfer.set(TransferServicer(parts.engine, parts.identity, links, parts_of))
+        peers = DecodePeers(parts.watcher.roster.find_incarnation)
+        parts.watcher.on_change(peers.poke)
+        self._prefill.set(
+            PrefillServicer(parts.engine, parts.identity, parts.sessions, links, peers, parts.session_tasks)
+        )
+        self._transfer.set(TransferServicer(parts.engine, parts.identity, links, peers))

@@ -2,7 +2,8 @@
 
 The life of a stream:
 
-    open arrives     incarnation, attempt and ranges are checked; OpenPrefill goes to the engine
+    open arrives     incarnation, attempt and ranges are checked; the caller must be in the rank table, and have
+                     proved that the link is its own; OpenPrefill goes to the engine
     Started          the prompt's blocks are reserved; the caller answers with its ticket
     ticket arrives   read while events are written; TicketArrived goes to the engine
     FirstToken       without transfer the stream ends here, OK
@@ -24,6 +25,7 @@ from engine_core.host import frames
 from engine_core.types.errors import DeadlineError, InternalError, InvalidRequestError, Leg
 from pdmesh.prefill.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 from services.prefill.links import PrefillLinks
+from services.prefill.peers import DecodePeers
 from services.runtime.errors import from_error_info
 from services.runtime.tasks import TaskOwner
 from services.wire.generation import monotonic_deadline, seconds_left, spec_from_proto, timings_to_proto
@@ -52,10 +54,11 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         identity: WorkerIdentity,
         sessions: SessionTable,
         links: PrefillLinks,
+        peers: DecodePeers,
         tasks: TaskOwner,
     ) -> None:
         self._engine, self._identity, self._sessions = engine, identity, sessions
-        self._links, self._tasks = links, tasks
+        self._links, self._peers, self._tasks = links, peers, tasks
 
     async def Prefill(
         self, request_iterator: AsyncIterator[Request], context: grpc.aio.ServicerContext[Request, Response]
@@ -65,8 +68,9 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         self._identity.check_incarnation(opened.prefill_incarnation)
         spec = spec_from_proto(opened.request, monotonic_deadline(context.time_remaining()))
         self._identity.check_fingerprint(opened.request.fingerprint)
+        await self._peers.find(opened.decode_incarnation)
         if not opened.without_transfer:
-            self._links.check(opened.link_id, opened.decode_incarnation)
+            self._links.check(opened.link_id, opened.decode_incarnation, spec.session, opened.link_proof)
         with self._sessions.enter(spec.session):
             frame = frames.OpenPrefill(spec=spec, link_id=opened.link_id, without_transfer=opened.without_transfer)
             handle = self._engine.open(frame)

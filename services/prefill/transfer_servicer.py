@@ -5,7 +5,6 @@ Called once per pair of incarnations by decode; the link it returns is up at thi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
@@ -14,34 +13,41 @@ from engine_core.types.errors import InvalidRequestError, Leg, NotFoundError
 from engine_core.types.ids import Incarnation
 from pdmesh.transfer.v1 import transfer_service_pb2, transfer_service_pb2_grpc
 from services.prefill.links import PrefillLinks
+from services.prefill.peers import DecodePeers
 from services.wire.common import checked_int, checked_size, checked_text, session_from_proto, session_to_proto
 from services.wire.transfer import MAX_DESCRIPTORS, descriptor_from_proto, layout_from_proto
 from services.worker.engine_client import EngineClient
 from services.worker.identity import WorkerIdentity
 
 MAX_SESSIONS = 100_000
-
-PartsOf = Callable[[int], Mapping[str, str]]
-"""Incarnation -> fingerprint parts of that worker as the rank table has them; empty when unknown."""
+PAIR_SECRET_BYTES = 32
 
 
 class TransferServicer(transfer_service_pb2_grpc.TransferServiceServicer):
     """Serves NegotiateLayout and Quiesce."""
 
-    def __init__(self, engine: EngineClient, identity: WorkerIdentity, links: PrefillLinks, parts_of: PartsOf) -> None:
-        self._engine, self._identity, self._links, self._parts_of = engine, identity, links, parts_of
+    def __init__(self, engine: EngineClient, identity: WorkerIdentity, links: PrefillLinks, peers: DecodePeers) -> None:
+        self._engine, self._identity, self._links, self._peers = engine, identity, links, peers
 
     async def NegotiateLayout(
         self, request: transfer_service_pb2.NegotiateLayoutRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> transfer_service_pb2.NegotiateLayoutResponse:
         """Opens the pair's link, or returns the one that is up. Raises FencedError for another incarnation
-        or fingerprint (naming the part that differs), InvalidRequestError, UnavailableError (leg transfer)."""
+        or fingerprint (naming the part that differs), InvalidRequestError, UnavailableError (leg transfer; leg decode
+        when the caller is not in the rank table)."""
         self._identity.check_incarnation(request.prefill_incarnation)
         peer = Incarnation(checked_int(request.decode_incarnation, "decode_incarnation", 1))
         instance = checked_text(request.decode_instance, "decode_instance", empty=False)
         if not request.fingerprint:
             raise InvalidRequestError("fingerprint is missing", leg=Leg.PREFILL, field="fingerprint")
-        self._identity.check_fingerprint(request.fingerprint, dict(self._parts_of(peer)))
+        checked_text(request.fingerprint, "fingerprint")
+        secret = request.pair_secret
+        if len(secret) != PAIR_SECRET_BYTES:
+            raise InvalidRequestError(
+                f"pair_secret has {len(secret)} bytes, must have {PAIR_SECRET_BYTES}",
+                leg=Leg.PREFILL,
+                field="pair_secret",
+            )
         if len(request.ranks) != 1:
             raise InvalidRequestError(
                 f"ranks has {len(request.ranks)} entries; this worker pushes to one rank",
@@ -52,13 +58,14 @@ class TransferServicer(transfer_service_pb2_grpc.TransferServiceServicer):
         checked_size(rank.descriptors, "ranks[0].descriptors", MAX_DESCRIPTORS)
         if not rank.descriptors:
             raise InvalidRequestError("ranks[0].descriptors is empty", leg=Leg.PREFILL, field="ranks[0].descriptors")
-        up = await self._links.open(
-            peer,
-            instance,
-            layout_from_proto(rank.layout, "ranks[0].layout"),
-            tuple(descriptor_from_proto(d, f"ranks[0].descriptors[{i}]") for i, d in enumerate(rank.descriptors)),
-            checked_text(request.transport, "transport", 32),
+        layout = layout_from_proto(rank.layout, "ranks[0].layout")
+        descriptors = tuple(
+            descriptor_from_proto(d, f"ranks[0].descriptors[{i}]") for i, d in enumerate(rank.descriptors)
         )
+        transport = checked_text(request.transport, "transport", 32)
+        row = await self._peers.find(peer)
+        self._identity.check_fingerprint(request.fingerprint, row.instance.fingerprint_parts)
+        up = await self._links.open(peer, instance, layout, descriptors, transport, secret)
         return transfer_service_pb2.NegotiateLayoutResponse(
             link_id=up.link_id, transport=up.transport, reason=up.reason
         )

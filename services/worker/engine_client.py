@@ -56,7 +56,8 @@ def engine_command() -> tuple[str, ...]:
 class EngineClient:
     """One engine process and its sessions.
 
-    `leg` is blamed in errors. `on_moves` gets the engine's state moves, `add_link_listener` link events.
+    `leg` is blamed in errors; `tokens` are the mesh's. `on_moves` gets the engine's state moves, `add_link_listener`
+    link events.
     """
 
     def __init__(
@@ -66,12 +67,13 @@ class EngineClient:
         instance: str,
         *,
         leg: Leg,
+        tokens: tuple[bytes, ...] = (),
         command: Sequence[str] | None = None,
         ready_timeout: float = 600.0,
         watchdog_timeout: float = 30.0,
         on_moves: MovesListener | None = None,
     ) -> None:
-        self._configure = frames.Configure(config=config, incarnation=incarnation, instance=instance)
+        self._configure = frames.Configure(config=config, incarnation=incarnation, instance=instance, tokens=tokens)
         self._leg = leg
         self._command = tuple(command) if command is not None else engine_command()
         self._ready_timeout, self._watchdog_timeout = ready_timeout, watchdog_timeout
@@ -329,6 +331,17 @@ class EngineClient:
         if (up := self._links.get(link_id)) is not None:
             return up
         return await self._links.wait(link_id, self._links.expect(link_id), timeout)
+
+    def expect_peer(self, incarnation: Incarnation, secret: bytes) -> None:
+        """Links of this peer may come, proved by the secret of the pair."""
+        if self._death is None:
+            self._write(frames.ExpectPeer(incarnation, secret))
+
+    def set_tokens(self, tokens: tuple[bytes, ...]) -> None:
+        """The mesh's tokens, for links that are opened from now on; also for the engine's start."""
+        self._configure = msgspec.structs.replace(self._configure, tokens=tokens)
+        if self._death is None:
+            self._write(frames.Tokens(tokens))
 
     # ---- frames -------------------------------------------------------------------------------------------
 

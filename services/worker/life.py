@@ -162,11 +162,13 @@ class Life:
             incarnation,
             instance,
             leg=leg,
+            tokens=security.link_secrets,
             command=engine_command,
             watchdog_timeout=config.watchdog_timeout,
             on_moves=state.moves.extend,
         )
         stack.push_async_callback(engine.close)
+        security.on_change(lambda: engine.set_tokens(security.link_secrets))
         life = cls(config, server, state, engine, channels, tasks)
         late.set(WorkerServicer(state, life.give, life.last_pair))
         tasks.spawn(state.lag.run(), "loop lag")

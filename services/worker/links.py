@@ -5,12 +5,16 @@
     LinkDown       the pair is forgotten; the next request, or the keeper, negotiates anew
 
 A link counts as up when this end's engine says so, never by the peer's answer alone.
+
+Each pair of incarnations has a secret, minted here: this end's engine takes links of the peer by it alone, and the
+peer sessions over them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -19,8 +23,9 @@ import grpc
 
 from engine_core.host import frames
 from engine_core.lifecycle.membership import MembershipState
+from engine_core.types.digest import session_proof
 from engine_core.types.errors import Leg, PdmeshError, UnavailableError
-from engine_core.types.ids import RankCoord
+from engine_core.types.ids import Incarnation, RankCoord, SessionId
 from engine_core.types.request import Role
 from pdmesh.transfer.v1 import transfer_service_pb2, transfer_service_pb2_grpc
 from services.runtime.channels import ChannelPool
@@ -38,6 +43,8 @@ RETRY_SECONDS = 5.0
 """How often the keeper tries a READY row again to which no link could be opened."""
 
 _DEAD_KEPT = 1_000
+_SECRETS_KEPT = 4_096
+_SECRET_BYTES = 32
 _STALE_TRIES = 10
 _STALE_PAUSE = 0.05
 
@@ -70,12 +77,27 @@ class DecodeLinks:
         self._opening: dict[int, asyncio.Task[int | PdmeshError]] = {}
         self._by_peer: dict[int, int] = {}
         self._dead: OrderedDict[int, None] = OrderedDict()
+        self._secrets: OrderedDict[int, bytes] = OrderedDict()
         self._changed = asyncio.Event()
         engine.add_link_listener(self._on_link)
 
     def up(self, incarnation: int) -> int | None:
         """The link to a prefill incarnation while it is up."""
         return self._by_peer.get(incarnation)
+
+    def proof(self, peer: PrefillPeer, link_id: int, session: SessionId) -> bytes:
+        """Shows the peer that a session over the pair's link comes from its other end."""
+        return session_proof(self._secret(peer.incarnation), link_id, session.room, session.attempt)
+
+    def _secret(self, incarnation: int) -> bytes:
+        """The secret of a pair; the engine is told when it is minted, before the peer can know it."""
+        secret = self._secrets.get(incarnation)
+        if secret is None:
+            secret = self._secrets[incarnation] = secrets.token_bytes(_SECRET_BYTES)
+            while len(self._secrets) > _SECRETS_KEPT:
+                self._secrets.popitem(last=False)
+            self._engine.expect_peer(Incarnation(incarnation), secret)
+        return secret
 
     async def ensure(self, peer: PrefillPeer) -> int:
         """The id of the pair's link; negotiates one when there is none.
@@ -169,6 +191,7 @@ class DecodeLinks:
             fingerprint=self._identity.fingerprint,
             transport=self._transport,
             ranks=[rank],
+            pair_secret=self._secret(peer.incarnation),
         )
         with self._channels.use(peer.endpoint) as channel:
             stub = transfer_service_pb2_grpc.TransferServiceStub(channel)

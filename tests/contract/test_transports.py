@@ -35,6 +35,7 @@ from engine_core.transfer.base import (
     Verified,
     VerifyBlocks,
 )
+from engine_core.transfer.handshake import CHALLENGE_BYTES, CLAIM_BYTES
 from engine_core.types.errors import ConfigError
 from engine_core.types.ids import Incarnation, SessionId
 from engine_core.types.kv import KvLayout, TransferDescriptor
@@ -88,7 +89,7 @@ def barrier(end: Endpoint) -> None:
 
 def test_link_opens_at_both_ends(kind: str) -> None:
     with Endpoint(decode_setup()) as decode, Endpoint(prefill_setup(kind)) as prefill:
-        prefill.submit(dial(LINK, decode))
+        prefill.submit(dial(LINK, prefill, decode))
         mine, theirs = prefill.wait(LinkOpened), decode.wait(LinkOpened)
         assert (mine.link_id, mine.peer_incarnation, mine.peer_instance) == (LINK, decode.setup.incarnation, "decode-0")
         assert (theirs.link_id, theirs.peer_incarnation) == (LINK, prefill.setup.incarnation)
@@ -106,7 +107,7 @@ def test_auto_takes_shm_and_falls_back_to_tcp_with_a_reason() -> None:
             TransferDescriptor("shm", "/nowhere/kv.sock", d.nonce) if d.transport == "shm" else d
             for d in decode.descriptors()
         ]
-        prefill.submit(dial(2, decode, descriptors=away))
+        prefill.submit(dial(2, prefill, decode, descriptors=away))
         opened = prefill.wait(LinkOpened, link_id=2)
         assert opened.transport == "tcp"
         assert "shm: unix socket /nowhere/kv.sock not reachable" in opened.reason
@@ -115,7 +116,7 @@ def test_auto_takes_shm_and_falls_back_to_tcp_with_a_reason() -> None:
 def test_wrong_nonce_is_refused(kind: str) -> None:
     with Endpoint(decode_setup()) as decode, Endpoint(prefill_setup(kind)) as prefill:
         forged = [TransferDescriptor(d.transport, d.address, bytes(16)) for d in decode.descriptors()]
-        prefill.submit(dial(LINK, decode, descriptors=forged))
+        prefill.submit(dial(LINK, prefill, decode, descriptors=forged))
         closed = prefill.wait(LinkClosed)
         assert closed.quiet_proved and "nonce" in closed.reason
         assert connect(LINK + 1, prefill, decode).link_id == LINK + 1
@@ -124,7 +125,7 @@ def test_wrong_nonce_is_refused(kind: str) -> None:
 
 def test_another_incarnation_is_refused(kind: str) -> None:
     with Endpoint(decode_setup()) as decode, Endpoint(prefill_setup(kind)) as prefill:
-        prefill.submit(dial(LINK, decode, peer_incarnation=Incarnation(decode.setup.incarnation + 1)))
+        prefill.submit(dial(LINK, prefill, decode, peer_incarnation=Incarnation(decode.setup.incarnation + 1)))
         closed = prefill.wait(LinkClosed)
         assert closed.quiet_proved and "incarnation" in closed.reason
         assert not decode.events
@@ -137,19 +138,19 @@ def test_a_link_id_is_used_once(kind: str) -> None:
         Endpoint(prefill_setup(kind)) as other,
     ):
         connect(LINK, prefill, decode)
-        other.submit(dial(LINK, decode))
+        other.submit(dial(LINK, other, decode))
         assert "exists or existed" in other.wait(LinkClosed).reason
         prefill.submit(CloseLink(LINK))
         decode.wait(LinkClosed, link_id=LINK, quiet_proved=True)
         prefill.wait(LinkClosed, link_id=LINK)
-        prefill.submit(dial(LINK, decode))
+        prefill.submit(dial(LINK, prefill, decode))
         assert prefill.wait(LinkClosed, link_id=LINK).reason == "the link was closed before"
 
 
 def test_unreachable_peer_is_told_as_a_closed_link(kind: str) -> None:
-    with Endpoint(decode_setup()) as decode:
-        gone = dial(LINK, decode)
     with Endpoint(prefill_setup(kind)) as prefill:
+        with Endpoint(decode_setup()) as decode:
+            gone = dial(LINK, prefill, decode)
         prefill.submit(gone)
         closed = prefill.wait(LinkClosed)
         assert closed.quiet_proved and "not reachable" in closed.reason
@@ -179,7 +180,7 @@ def test_bytes_arrive_in_their_blocks_and_nowhere_else(pair: tuple[Endpoint, End
 def test_layouts_that_do_not_fit_open_no_link(kind: str) -> None:
     """Found when the link is asked for, not at the first push."""
     with Endpoint(decode_setup(layout=block_layout(9, 8192))) as decode, Endpoint(prefill_setup(kind)) as prefill:
-        prefill.submit(dial(LINK, decode))
+        prefill.submit(dial(LINK, prefill, decode))
         closed = prefill.wait(LinkClosed)
         assert closed.quiet_proved and "head_size" in closed.reason
         assert prefill.manager.figures() == ()
@@ -478,6 +479,8 @@ def test_garbage_on_the_sockets_does_no_harm(kind: str, garbage: bytes) -> None:
                 stranger.connect(address)
                 stranger.sendall(garbage)
                 try:
+                    assert len(stranger.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)) == CHALLENGE_BYTES
+                    stranger.sendall(bytes(CLAIM_BYTES))
                     assert stranger.recv(1) == b""  # it is hung up on
                 except ConnectionResetError:
                     pass

@@ -152,7 +152,7 @@ class FakeEngine:
                 self._connect(frame)
             case frames.ReportStats():
                 self._send(self._stats())
-            case frames.StartProfile() | frames.StopProfile():
+            case frames.StartProfile() | frames.StopProfile() | frames.ExpectPeer() | frames.Tokens():
                 pass
             case frames.Shutdown():
                 if not self._script.get("ignore_shutdown"):

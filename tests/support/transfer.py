@@ -18,6 +18,7 @@ from engine_core.config import DisaggConfig
 from engine_core.kv.storage import KvRegion
 from engine_core.transfer.base import (
     Connect,
+    ExpectLink,
     LinkOpened,
     PrepareReceive,
     Push,
@@ -30,6 +31,7 @@ from engine_core.types.kv import KvGroupLayout, KvGroupSpec, KvLayout
 
 E = TypeVar("E")
 WAIT = 20.0
+PAIR_SECRET = b"a secret of thirty-two bytes ..."
 
 
 def block_layout(num_blocks: int = 9, block_bytes: int = 4096, offset: int = 0, **more: Any) -> KvLayout:
@@ -195,14 +197,15 @@ def _serve(conn: multiprocessing.connection.Connection, setup: Setup) -> None:
 
 def connect(link_id: int, prefill: Endpoint | RemoteEndpoint, decode: Endpoint | RemoteEndpoint) -> LinkOpened:
     """Opens a link and waits until both ends have it; returns what prefill was told."""
-    prefill.submit(dial(link_id, decode))
+    prefill.submit(dial(link_id, prefill, decode))
     opened = prefill.wait(LinkOpened, link_id=link_id)
     decode.wait(LinkOpened, link_id=link_id)
     return opened
 
 
-def dial(link_id: int, decode: Endpoint | RemoteEndpoint, **change: Any) -> Connect:
-    """The command that connects to `decode`."""
+def dial(link_id: int, prefill: Endpoint | RemoteEndpoint, decode: Endpoint | RemoteEndpoint, **change: Any) -> Connect:
+    """The command by which `prefill` connects to `decode`, which is told to expect it."""
+    decode.submit(ExpectLink(prefill.setup.incarnation, PAIR_SECRET))
     fields: dict[str, Any] = {
         "link_id": link_id,
         "peer_incarnation": decode.setup.incarnation,
@@ -210,6 +213,7 @@ def dial(link_id: int, decode: Endpoint | RemoteEndpoint, **change: Any) -> Conn
         "layout": decode.layout,
         "descriptors": change.pop("descriptors", None) or decode.descriptors(),
         "transport": "auto",
+        "secret": PAIR_SECRET,
     }
     return Connect(**{**fields, **change})
 

@@ -23,6 +23,7 @@ from pdmesh.transfer.v1 import transfer_service_pb2_grpc
 from services.decode.peers import PrefillPeers
 from services.decode.servicer import DecodeServicer
 from services.prefill.links import PrefillLinks
+from services.prefill.peers import DecodePeers
 from services.prefill.servicer import PrefillServicer
 from services.prefill.transfer_servicer import TransferServicer
 from services.runtime.channels import ChannelPool
@@ -184,13 +185,10 @@ async def worker(role: Role, folder: Path, channels: ChannelPool, **script: Any)
             nonlocal peers, links
             if role is Role.PREFILL:
                 links = PrefillLinks(engine, tasks, 2.0)
-                prefill = PrefillServicer(engine, identity, sessions, links, session_tasks)
+                known = DecodePeers(lambda peer: next((r for r in rows if r.incarnation == peer), None), wait)
+                prefill = PrefillServicer(engine, identity, sessions, links, known, session_tasks)
                 prefill_service_pb2_grpc.add_PrefillServiceServicer_to_server(prefill, grpc_server)
-
-                def parts_of(peer: int) -> dict[str, str]:
-                    return next((r.instance.fingerprint_parts for r in rows if r.incarnation == peer), {})
-
-                transfer = TransferServicer(engine, identity, links, parts_of)
+                transfer = TransferServicer(engine, identity, links, known)
                 transfer_service_pb2_grpc.add_TransferServiceServicer_to_server(transfer, grpc_server)
             else:
                 if role is Role.DECODE:

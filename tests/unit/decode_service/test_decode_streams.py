@@ -37,7 +37,7 @@ async def test_prompt_goes_through_prefill_and_tokens_come_back(tmp_path: Path) 
         assert finished.path == "pd"
         await mesh.settled()
         decode = [line.split()[0] for line in mesh.decode.journal.read_text().splitlines()]
-        assert decode == ["Configure", "Open", "LegStarted", "LegToken", "LegDelivered", "EndSession"]
+        assert decode == ["Configure", "ExpectPeer", "Open", "LegStarted", "LegToken", "LegDelivered", "EndSession"]
         prefill = [line.split()[0] for line in mesh.prefill.journal.read_text().splitlines()]
         assert prefill == ["Configure", "ConnectLink", "OpenPrefill", "TicketArrived", "EndSession"]
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 
+from engine_core.types.digest import session_proof
 from engine_core.types.errors import Leg, PdmeshError
 from engine_core.types.ids import RankCoord
 from engine_core.types.request import Role
@@ -25,13 +27,14 @@ from tests.support import fake_engine
 from tests.support.worker_pair import PROMPT, Worker, until, worker
 
 Request = prefill_service_pb2.PrefillRequest
+SECRET = b"what this pair of workers shares"
 
 
 class Side:
     """A prefill worker, its stubs, and the decode engine that it pushes to."""
 
-    def __init__(self, prefill: Worker, decode: Worker, channels: ChannelPool) -> None:
-        self.prefill, self.decode = prefill, decode
+    def __init__(self, prefill: Worker, decode: Worker, channels: ChannelPool, rows: list[Any]) -> None:
+        self.prefill, self.decode, self.rows = prefill, decode, rows
         channel = channels.get(prefill.server.endpoint)
         self.stub: Any = prefill_service_pb2_grpc.PrefillServiceStub(channel)
         self.transfer: Any = transfer_service_pb2_grpc.TransferServiceStub(channel)
@@ -49,6 +52,7 @@ class Side:
             "prefill_incarnation": self.prefill.identity.incarnation,
             "fingerprint": self.decode.identity.fingerprint,
             "ranks": [rank],
+            "pair_secret": SECRET,
         }
         return transfer_service_pb2.NegotiateLayoutRequest(**(fields | more))
 
@@ -68,6 +72,7 @@ class Side:
             "prefill_incarnation": self.prefill.identity.incarnation,
             "decode_incarnation": self.decode.identity.incarnation,
             "link_id": link_id,
+            "link_proof": session_proof(SECRET, link_id, room, generation.session.attempt),
         }
         return Request(open=prefill_service_pb2.OpenPrefill(**(fields | more)))
 
@@ -104,7 +109,7 @@ async def side(folder: Path, **script: Any) -> AsyncIterator[Side]:
         worker(Role.DECODE, folder, channels) as decode,
     ):
         rows.append(decode.row())
-        yield Side(prefill, decode, channels)
+        yield Side(prefill, decode, channels, rows)
     await channels.close()
 
 
@@ -159,9 +164,37 @@ async def test_incarnation_fingerprint_and_link_are_checked(tmp_path: Path) -> N
         error = await made.error_of(made.opening(1, link_id=99))
         assert (error.reason, error.leg, error.retryable) == ("LINK_DOWN", Leg.TRANSFER, True)
         link_id = await made.link()
-        error = await made.error_of(made.opening(1, link_id, decode_incarnation=5))
-        assert error.reason == "LINK_OF_OTHER_PEER"
+        for proof in (b"", bytes(32), session_proof(SECRET, link_id, 2, 0), session_proof(bytes(32), link_id, 1, 0)):
+            error = await made.error_of(made.opening(1, link_id, link_proof=proof))
+            assert (error.reason, error.field) == ("LINK_OF_OTHER_PEER", "link_proof")
         assert made.prefill.frames()["OpenPrefill"] == 0
+
+
+async def test_only_decode_workers_of_the_rank_table_are_served(tmp_path: Path) -> None:
+    async with side(tmp_path) as made:
+        link_id = await made.link()
+        for link, alone in ((link_id, False), (0, True)):
+            error = await made.error_of(made.opening(1, link, decode_incarnation=5, without_transfer=alone))
+            assert (error.reason, error.leg, error.peer_incarnation) == ("PEER_UNKNOWN", Leg.DECODE, 5)
+        assert (await made.error_of(made.opening(1, link_id, decode_incarnation=0))).field == "decode_incarnation"
+        prefill = made.prefill.identity.incarnation
+        made.rows.append(made.prefill.row())  # known, but no decode worker
+        assert (await made.error_of(made.opening(1, link_id, decode_incarnation=prefill))).reason == "PEER_UNKNOWN"
+        # One that registers while it is waited for is served; its own link it has not.
+        other = msgspec.structs.replace(made.decode.row(), incarnation=6)
+        late = asyncio.ensure_future(made.error_of(made.opening(1, link_id, decode_incarnation=6)))
+        made.rows.append(other)
+        assert (await late).reason == "LINK_OF_OTHER_PEER"
+        assert made.prefill.frames()["OpenPrefill"] == 0
+
+
+async def test_a_link_is_its_negotiators_own(tmp_path: Path) -> None:
+    async with side(tmp_path) as made:
+        link_id = await made.link()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await made.transfer.NegotiateLayout(made.negotiation(pair_secret=bytes(32)), timeout=10)
+        assert from_rpc_error(caught.value, Leg.UNKNOWN).reason == "LINK_OF_OTHER_PEER"
+        assert await made.link() == link_id
 
 
 async def test_attempts_are_fenced(tmp_path: Path) -> None:
@@ -208,6 +241,8 @@ async def test_negotiation_refusals(tmp_path: Path) -> None:
         assert (await error(fingerprint=own, ranks=[])).field == "ranks"
         assert (await error(fingerprint=own, decode_incarnation=0)).field == "decode_incarnation"
         assert (await error(prefill_incarnation=3)).reason == "INCARNATION_MISMATCH"
+        assert (await error(fingerprint=own, decode_incarnation=3)).reason == "PEER_UNKNOWN"
+        assert (await error(fingerprint=own, pair_secret=b"short")).field == "pair_secret"
         assert made.prefill.frames()["ConnectLink"] == 0
 
 

@@ -12,15 +12,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_core.transfer.base import DropReceive, LinkClosed, LinkOpened, PrepareReceive, ReceiveQuiet, SendAbort
+from engine_core.transfer.base import (
+    DropReceive,
+    ExpectLink,
+    LinkClosed,
+    LinkOpened,
+    PrepareReceive,
+    ReceiveQuiet,
+    SendAbort,
+)
 from engine_core.transfer.copy_plan import CopyOps
+from engine_core.transfer.handshake import CHALLENGE_BYTES, VERDICT_BYTES, Claim, Claimant, LinkSecrets
 from engine_core.transfer.outgoing import Outgoing
 from engine_core.transfer.transport import Cancel, Dial, Interrupt, LinkBroken, PushJob, Source, Written
 from engine_core.transfer.transports.tcp import FRAME_BYTES, FRAME_PIECES, TcpWriter, frames
 from engine_core.transfer.wire import VERSION, Abort, Data, FrameReader, Hello, Ready, Received, Welcome, encode
-from engine_core.types.ids import SessionId
+from engine_core.types.ids import Incarnation, SessionId
 from engine_core.types.kv import TransferDescriptor
-from tests.support.transfer import Endpoint, Setup, prepare
+from tests.support.transfer import PAIR_SECRET, Endpoint, Setup, prepare
 
 S = SessionId(5)
 
@@ -65,6 +74,10 @@ class HandWriter:
         host, port = descriptor.address.split(":")
         self.sock = socket.create_connection((host, int(port)), timeout=10)
         self.reader = FrameReader(self.sock)
+        decode.submit(ExpectLink(Incarnation(1), PAIR_SECRET))
+        claimant = Claimant(Claim(9, 1, decode.setup.incarnation), LinkSecrets().keys(PAIR_SECRET)[0])
+        self.sock.sendall(claimant.answer(self.sock.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)))
+        claimant.check(self.sock.recv(VERDICT_BYTES, socket.MSG_WAITALL))
         hello = Hello(VERSION, "tcp", 9, 1, decode.setup.incarnation, "hand", descriptor.nonce)
         self.sock.sendall(encode(hello))
         assert self.reader.read() == Welcome(decode.region.nbytes)
@@ -162,7 +175,7 @@ class Stalled:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
         self.interrupt = Interrupt()
         self.cancel, self.stop = Cancel(self.interrupt), Cancel(self.interrupt)
-        dial = Dial(1, S.room, TransferDescriptor("tcp", ""), self.interrupt, self.stop)  # type: ignore[arg-type]
+        dial = Dial(1, S.room, b"", TransferDescriptor("tcp", ""), self.interrupt, self.stop)  # type: ignore[arg-type]
         writer = TcpWriter(
             self.mine, FrameReader(self.mine), "", Outgoing(self.mine, dial, stall_seconds=stall_seconds)
         )

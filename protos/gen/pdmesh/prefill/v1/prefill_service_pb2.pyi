@@ -9,18 +9,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class OpenPrefill(_message.Message):
-    __slots__ = ("request", "prefill_incarnation", "decode_incarnation", "without_transfer", "link_id")
+    __slots__ = ("request", "prefill_incarnation", "decode_incarnation", "without_transfer", "link_id", "link_proof")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     WITHOUT_TRANSFER_FIELD_NUMBER: _ClassVar[int]
     LINK_ID_FIELD_NUMBER: _ClassVar[int]
+    LINK_PROOF_FIELD_NUMBER: _ClassVar[int]
     request: _generation_pb2.GenerationRequest
     prefill_incarnation: int
     decode_incarnation: int
     without_transfer: bool
     link_id: int
-    def __init__(self, request: _Optional[_Union[_generation_pb2.GenerationRequest, _Mapping]] = ..., prefill_incarnation: _Optional[int] = ..., decode_incarnation: _Optional[int] = ..., without_transfer: _Optional[bool] = ..., link_id: _Optional[int] = ...) -> None: ...
+    link_proof: bytes
+    def __init__(self, request: _Optional[_Union[_generation_pb2.GenerationRequest, _Mapping]] = ..., prefill_incarnation: _Optional[int] = ..., decode_incarnation: _Optional[int] = ..., without_transfer: _Optional[bool] = ..., link_id: _Optional[int] = ..., link_proof: _Optional[bytes] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("open", "ticket")

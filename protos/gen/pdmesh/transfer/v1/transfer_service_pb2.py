@@ -26,7 +26,7 @@ from pdmesh.common.v1 import identity_pb2 as pdmesh_dot_common_dot_v1_dot_identi
 from pdmesh.transfer.v1 import kv_layout_pb2 as pdmesh_dot_transfer_dot_v1_dot_kv__layout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)pdmesh/transfer/v1/transfer_service.proto\x12\x12pdmesh.transfer.v1\x1a\x1fpdmesh/common/v1/identity.proto\x1a\"pdmesh/transfer/v1/kv_layout.proto\"\xa5\x01\n\x0cRankEndpoint\x12*\n\x05\x63oord\x18\x01 \x01(\x0b\x32\x1b.pdmesh.common.v1.RankCoord\x12,\n\x06layout\x18\x02 \x01(\x0b\x32\x1c.pdmesh.transfer.v1.KvLayout\x12;\n\x0b\x64\x65scriptors\x18\x03 \x03(\x0b\x32&.pdmesh.transfer.v1.TransferDescriptor\"\xc3\x01\n\x16NegotiateLayoutRequest\x12\x17\n\x0f\x64\x65\x63ode_instance\x18\x01 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x02 \x01(\x03\x12\x1b\n\x13prefill_incarnation\x18\x03 \x01(\x03\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x11\n\ttransport\x18\x05 \x01(\t\x12/\n\x05ranks\x18\x06 \x03(\x0b\x32 .pdmesh.transfer.v1.RankEndpoint\"M\n\x17NegotiateLayoutResponse\x12\x0f\n\x07link_id\x18\x01 \x01(\x03\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"m\n\x0eQuiesceRequest\x12\x0f\n\x07link_id\x18\x01 \x01(\x03\x12\x1b\n\x13prefill_incarnation\x18\x02 \x01(\x03\x12-\n\x08sessions\x18\x03 \x03(\x0b\x32\x1b.pdmesh.common.v1.SessionId\"=\n\x0fQuiesceResponse\x12*\n\x05quiet\x18\x01 \x03(\x0b\x32\x1b.pdmesh.common.v1.SessionId2\xd1\x01\n\x0fTransferService\x12j\n\x0fNegotiateLayout\x12*.pdmesh.transfer.v1.NegotiateLayoutRequest\x1a+.pdmesh.transfer.v1.NegotiateLayoutResponse\x12R\n\x07Quiesce\x12\".pdmesh.transfer.v1.QuiesceRequest\x1a#.pdmesh.transfer.v1.QuiesceResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)pdmesh/transfer/v1/transfer_service.proto\x12\x12pdmesh.transfer.v1\x1a\x1fpdmesh/common/v1/identity.proto\x1a\"pdmesh/transfer/v1/kv_layout.proto\"\xa5\x01\n\x0cRankEndpoint\x12*\n\x05\x63oord\x18\x01 \x01(\x0b\x32\x1b.pdmesh.common.v1.RankCoord\x12,\n\x06layout\x18\x02 \x01(\x0b\x32\x1c.pdmesh.transfer.v1.KvLayout\x12;\n\x0b\x64\x65scriptors\x18\x03 \x03(\x0b\x32&.pdmesh.transfer.v1.TransferDescriptor\"\xd8\x01\n\x16NegotiateLayoutRequest\x12\x17\n\x0f\x64\x65\x63ode_instance\x18\x01 \x01(\t\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x02 \x01(\x03\x12\x1b\n\x13prefill_incarnation\x18\x03 \x01(\x03\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x11\n\ttransport\x18\x05 \x01(\t\x12/\n\x05ranks\x18\x06 \x03(\x0b\x32 .pdmesh.transfer.v1.RankEndpoint\x12\x13\n\x0bpair_secret\x18\x07 \x01(\x0c\"M\n\x17NegotiateLayoutResponse\x12\x0f\n\x07link_id\x18\x01 \x01(\x03\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"m\n\x0eQuiesceRequest\x12\x0f\n\x07link_id\x18\x01 \x01(\x03\x12\x1b\n\x13prefill_incarnation\x18\x02 \x01(\x03\x12-\n\x08sessions\x18\x03 \x03(\x0b\x32\x1b.pdmesh.common.v1.SessionId\"=\n\x0fQuiesceResponse\x12*\n\x05quiet\x18\x01 \x03(\x0b\x32\x1b.pdmesh.common.v1.SessionId2\xd1\x01\n\x0fTransferService\x12j\n\x0fNegotiateLayout\x12*.pdmesh.transfer.v1.NegotiateLayoutRequest\x1a+.pdmesh.transfer.v1.NegotiateLayoutResponse\x12R\n\x07Quiesce\x12\".pdmesh.transfer.v1.QuiesceRequest\x1a#.pdmesh.transfer.v1.QuiesceResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,13 +36,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RANKENDPOINT']._serialized_start=135
   _globals['_RANKENDPOINT']._serialized_end=300
   _globals['_NEGOTIATELAYOUTREQUEST']._serialized_start=303
-  _globals['_NEGOTIATELAYOUTREQUEST']._serialized_end=498
-  _globals['_NEGOTIATELAYOUTRESPONSE']._serialized_start=500
-  _globals['_NEGOTIATELAYOUTRESPONSE']._serialized_end=577
-  _globals['_QUIESCEREQUEST']._serialized_start=579
-  _globals['_QUIESCEREQUEST']._serialized_end=688
-  _globals['_QUIESCERESPONSE']._serialized_start=690
-  _globals['_QUIESCERESPONSE']._serialized_end=751
-  _globals['_TRANSFERSERVICE']._serialized_start=754
-  _globals['_TRANSFERSERVICE']._serialized_end=963
+  _globals['_NEGOTIATELAYOUTREQUEST']._serialized_end=519
+  _globals['_NEGOTIATELAYOUTRESPONSE']._serialized_start=521
+  _globals['_NEGOTIATELAYOUTRESPONSE']._serialized_end=598
+  _globals['_QUIESCEREQUEST']._serialized_start=600
+  _globals['_QUIESCEREQUEST']._serialized_end=709
+  _globals['_QUIESCERESPONSE']._serialized_start=711
+  _globals['_QUIESCERESPONSE']._serialized_end=772
+  _globals['_TRANSFERSERVICE']._serialized_start=775
+  _globals['_TRANSFERSERVICE']._serialized_end=984
 # @@protoc_insertion_point(module_scope)

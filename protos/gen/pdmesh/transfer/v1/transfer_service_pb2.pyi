@@ -19,20 +19,22 @@ class RankEndpoint(_message.Message):
     def __init__(self, coord: _Optional[_Union[_identity_pb2.RankCoord, _Mapping]] = ..., layout: _Optional[_Union[_kv_layout_pb2.KvLayout, _Mapping]] = ..., descriptors: _Optional[_Iterable[_Union[_kv_layout_pb2.TransferDescriptor, _Mapping]]] = ...) -> None: ...
 
 class NegotiateLayoutRequest(_message.Message):
-    __slots__ = ("decode_instance", "decode_incarnation", "prefill_incarnation", "fingerprint", "transport", "ranks")
+    __slots__ = ("decode_instance", "decode_incarnation", "prefill_incarnation", "fingerprint", "transport", "ranks", "pair_secret")
     DECODE_INSTANCE_FIELD_NUMBER: _ClassVar[int]
     DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    PAIR_SECRET_FIELD_NUMBER: _ClassVar[int]
     decode_instance: str
     decode_incarnation: int
     prefill_incarnation: int
     fingerprint: str
     transport: str
     ranks: _containers.RepeatedCompositeFieldContainer[RankEndpoint]
-    def __init__(self, decode_instance: _Optional[str] = ..., decode_incarnation: _Optional[int] = ..., prefill_incarnation: _Optional[int] = ..., fingerprint: _Optional[str] = ..., transport: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankEndpoint, _Mapping]]] = ...) -> None: ...
+    pair_secret: bytes
+    def __init__(self, decode_instance: _Optional[str] = ..., decode_incarnation: _Optional[int] = ..., prefill_incarnation: _Optional[int] = ..., fingerprint: _Optional[str] = ..., transport: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankEndpoint, _Mapping]]] = ..., pair_secret: _Optional[bytes] = ...) -> None: ...
 
 class NegotiateLayoutResponse(_message.Message):
     __slots__ = ("link_id", "transport", "reason")

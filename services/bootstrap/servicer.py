@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ from services.wire.bootstrap import (
     MAX_ROOMS,
     LoadUpdate,
     Revision,
+    RowChange,
+    Snapshot,
     WatchedService,
     WatchEvent,
     event_to_proto,
@@ -44,14 +47,34 @@ LOAD_INTERVAL = 1.0
 """Loads are sent to watchers at most this often, in seconds."""
 
 
+_MESSAGES_KEPT = 256
+
+
 class _Watch:
     """One watch stream: who, how far it has read, and a flag that there may be more."""
 
-    def __init__(self, service: WatchedService) -> None:
-        self.service = service
+    def __init__(self, service: WatchedService, *, loads: bool = True) -> None:
+        self.service, self.loads = service, loads
         self.wake = asyncio.Event()
         self.seen: Revision | None = None
         self.load_seq = 0
+
+
+class _Messages:
+    """Events as messages, made once for all watchers: what goes to one mostly goes to all."""
+
+    def __init__(self) -> None:
+        self._made: OrderedDict[int, tuple[WatchEvent, pb.WatchRankTableResponse]] = OrderedDict()
+
+    def of(self, event: WatchEvent) -> pb.WatchRankTableResponse:
+        """The message of an event; one object for events of one row, or for one event."""
+        key = id(event.row if isinstance(event, RowChange) else event)  # which the entry keeps alive
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = (event, event_to_proto(event))
+            if len(self._made) > _MESSAGES_KEPT:
+                self._made.popitem(last=False)
+        return made[1]
 
 
 class BootstrapServicer(bootstrap_service_pb2_grpc.BootstrapServiceServicer):
@@ -69,6 +92,10 @@ class BootstrapServicer(bootstrap_service_pb2_grpc.BootstrapServiceServicer):
         self._table, self._rooms, self._me, self._clock = table, rooms, me, clock
         self._load_interval = load_interval
         self._watches: set[_Watch] = set()
+        self._messages = _Messages()
+        self._last_loads: tuple[tuple[int, int, Revision], LoadUpdate] | None = None
+        self._last_snapshot: tuple[tuple[int, Revision], Snapshot] | None = None
+        self._woken: Revision | None = None
         self._published_loads = 0
         self._timer = asyncio.Event()
         self._closing = False
@@ -166,7 +193,7 @@ class BootstrapServicer(bootstrap_service_pb2_grpc.BootstrapServiceServicer):
         self, request: pb.WatchRankTableRequest, context: Any
     ) -> AsyncIterator[pb.WatchRankTableResponse]:
         """Follows the table. The first message comes at once, an empty load update when nothing changed."""
-        watch = _Watch(service_from_proto(request.watcher))
+        watch = _Watch(service_from_proto(request.watcher), loads=not request.without_loads)
         if request.HasField("after"):
             watch.seen = revision_from_proto(request.after, "after")
         self._watches.add(watch)
@@ -179,7 +206,7 @@ class BootstrapServicer(bootstrap_service_pb2_grpc.BootstrapServiceServicer):
                     events = [LoadUpdate(self._table.revision)]
                 first = False
                 for event in events:
-                    yield event_to_proto(event)
+                    yield self._messages.of(event)
                 await watch.wake.wait()  # bounded by keepalive: a dead peer ends the call
             raise UnavailableError("bootstrap is stopping")
         finally:
@@ -189,16 +216,29 @@ class BootstrapServicer(bootstrap_service_pb2_grpc.BootstrapServiceServicer):
         changes = None if watch.seen is None else self._table.changes_after(watch.seen)
         events: list[WatchEvent]
         if changes is None:
-            events = [self._table.snapshot()]
+            events = [self._snapshot()]
             watch.load_seq = self._table.load_seq
         else:
             events = list(changes)
         watch.seen = self._table.revision
-        if watch.load_seq < self._published_loads:
-            loads = self._table.loads_after(watch.load_seq)
+        if watch.loads and watch.load_seq < self._published_loads:
+            events.append(self._loads_since(watch.load_seq))
             watch.load_seq = self._table.load_seq
-            events.append(LoadUpdate(watch.seen, loads))
         return events
+
+    def _snapshot(self) -> Snapshot:
+        """One object for all that ask at the same state of the table: after a restart, that is everybody."""
+        key = (self._table.load_seq, self._table.revision)
+        if self._last_snapshot is None or self._last_snapshot[0] != key:
+            self._last_snapshot = (key, self._table.snapshot())
+        return self._last_snapshot[1]
+
+    def _loads_since(self, seq: int) -> LoadUpdate:
+        """One object for all watchers that have read as far."""
+        key = (seq, self._table.load_seq, self._table.revision)
+        if self._last_loads is None or self._last_loads[0] != key:
+            self._last_loads = (key, LoadUpdate(self._table.revision, self._table.loads_after(seq)))
+        return self._last_loads[1]
 
     # ---- rooms ------------------------------------------------------------------------------------
 
@@ -235,6 +275,9 @@ class BootstrapServicer(bootstrap_service_pb2_grpc.BootstrapServiceServicer):
 
     def _wake_stale(self) -> None:
         revision = self._table.revision
+        if revision == self._woken:
+            return
+        self._woken = revision
         for watch in self._watches:
             if watch.seen != revision:
                 watch.wake.set()

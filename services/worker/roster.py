@@ -262,7 +262,10 @@ def _identity(row: RankRow) -> tuple[object, ...]:
 
 
 class RosterWatcher:
-    """Keeps a Roster by watching every Bootstrap; resumes where a watch broke. One event loop only."""
+    """Keeps a Roster by watching every Bootstrap; resumes where a watch broke. One event loop only.
+
+    Without `loads` the rows keep the load that they were first seen with: for processes that place nothing.
+    """
 
     def __init__(
         self,
@@ -271,13 +274,14 @@ class RosterWatcher:
         channels: ChannelPool,
         *,
         ttl: float = 15.0,
+        loads: bool = True,
         first_timeout: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
         self.roster = Roster(bootstraps, ttl)
         self._bootstraps, self._service, self._channels = tuple(bootstraps), service, channels
-        self._ttl, self._first_timeout, self._clock = ttl, first_timeout, clock
+        self._ttl, self._loads, self._first_timeout, self._clock = ttl, loads, first_timeout, clock
         self._rng = rng or random.Random()
         self._tasks = TaskOwner("roster")
         self._pulse = asyncio.Event()
@@ -344,7 +348,9 @@ class RosterWatcher:
     async def _watch(self, bootstrap: str, channel: grpc.aio.Channel, backoff: Backoff) -> None:
         after = self.roster.resume_after(bootstrap)
         request = pb.WatchRankTableRequest(
-            after=None if after is None else revision_to_proto(after), watcher=service_to_proto(self._service)
+            after=None if after is None else revision_to_proto(after),
+            watcher=service_to_proto(self._service),
+            without_loads=not self._loads,
         )
         # No deadline on the whole: the channel's keepalive ends the watch of a Bootstrap that is gone.
         call = bootstrap_service_pb2_grpc.BootstrapServiceStub(channel).WatchRankTable(request)

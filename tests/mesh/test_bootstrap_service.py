@@ -65,11 +65,14 @@ async def register(stub: Any, row: Any, ttl: float = 0.0) -> Any:
 class Watch:
     """A watch stream, read event by event with a deadline."""
 
-    def __init__(self, stub: Any, name: str = "router", after: Revision | None = None) -> None:
+    def __init__(
+        self, stub: Any, name: str = "router", after: Revision | None = None, *, without_loads: bool = False
+    ) -> None:
         self.call = stub.WatchRankTable(
             pb.WatchRankTableRequest(
                 after=None if after is None else revision_to_proto(after),
                 watcher=service_to_proto(WatchedService(name, 5, "h")),
+                without_loads=without_loads,
             )
         )
 
@@ -154,6 +157,24 @@ async def test_a_watch_sees_changes_and_loads_and_resumes(bootstrap: LocalBootst
     elsewhere = Watch(stub, after=Revision(1, 3))
     assert isinstance(await elsewhere.next(), Snapshot)
     elsewhere.call.cancel()
+
+
+async def test_who_places_nothing_gets_no_loads(bootstrap: LocalBootstrap, stub: Any) -> None:
+    worker, routers = Watch(stub, "decode", without_loads=True), [Watch(stub) for _ in range(3)]
+    for watch in (worker, *routers):
+        await watch.next()
+    grant = await register(stub, rank_row())
+    for watch in (worker, *routers):
+        assert [(await watch.next()).row.state for _ in range(2)] == [MembershipState.JOINING, MembershipState.READY]
+    for queued in (7, 8):
+        load = load_to_proto(Load(queued=queued))
+        await stub.RenewLease(pb.RenewLeaseRequest(lease_id=grant.lease_id, incarnation=100, load=load), timeout=5)
+        for watch in routers:
+            assert [told.load.queued for told in (await watch.next()).loads] == [queued]
+    await stub.Drain(pb.DrainRequest(lease_id=grant.lease_id, incarnation=100), timeout=5)
+    assert (await worker.next()).row.state is MembershipState.DRAINING
+    for watch in (worker, *routers):
+        watch.call.cancel()
 
 
 async def test_a_watcher_that_fell_behind_the_log_gets_a_snapshot(bootstrap: LocalBootstrap, stub: Any) -> None:

@@ -102,12 +102,14 @@ class GetRankTableResponse(_message.Message):
     def __init__(self, revision: _Optional[_Union[_rank_table_pb2.Revision, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[_rank_table_pb2.RankRow, _Mapping]]] = ..., services: _Optional[_Iterable[_Union[_rank_table_pb2.Service, _Mapping]]] = ...) -> None: ...
 
 class WatchRankTableRequest(_message.Message):
-    __slots__ = ("after", "watcher")
+    __slots__ = ("after", "watcher", "without_loads")
     AFTER_FIELD_NUMBER: _ClassVar[int]
     WATCHER_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_LOADS_FIELD_NUMBER: _ClassVar[int]
     after: _rank_table_pb2.Revision
     watcher: _rank_table_pb2.Service
-    def __init__(self, after: _Optional[_Union[_rank_table_pb2.Revision, _Mapping]] = ..., watcher: _Optional[_Union[_rank_table_pb2.Service, _Mapping]] = ...) -> None: ...
+    without_loads: bool
+    def __init__(self, after: _Optional[_Union[_rank_table_pb2.Revision, _Mapping]] = ..., watcher: _Optional[_Union[_rank_table_pb2.Service, _Mapping]] = ..., without_loads: _Optional[bool] = ...) -> None: ...
 
 class Snapshot(_message.Message):
     __slots__ = ("rows",)

@@ -178,7 +178,7 @@ class Life:
     def watch(self, stack: AsyncExitStack) -> RosterWatcher:
         """Starts to watch the rank table."""
         service = WatchedService(name=self.state.role.value.lower(), pid=os.getpid(), host=socket.gethostname())
-        watcher = RosterWatcher(self._config.bootstrap, service, self.channels)
+        watcher = RosterWatcher(self._config.bootstrap, service, self.channels, loads=False)
         watcher.start()
         stack.push_async_callback(watcher.close)
         self._watcher = watcher

@@ -13,6 +13,7 @@ DEV := $(VENV)/.dev-stamp
 # Programs that only tests call, as Debian package=command. Installed when absent; `make serve` needs none of them.
 APT_TEST_PACKAGES ?= systemd=systemd-analyze prometheus=promtool chromium=chromium
 APT := $(VENV)/.apt-stamp
+DEPLOY_TOOLS := $(VENV)/.deploy-stamp
 BENCH := $(VENV)/.bench-stamp
 BUF := node_modules/.package-lock.json
 NOT_HERE := not cuda and not npu
@@ -21,13 +22,14 @@ JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-slow check bench protos format clean
+.PHONY: help serve test test-slow check check-deploy bench protos format clean
 
 help:
 	@echo "make serve      start the whole mesh with the demo model on port $(PORT)"
 	@echo "make test       run the tests"
 	@echo "make test-slow  run the long tests too"
 	@echo "make check      ruff, mypy, import contracts, buf lint, freshness of generated code"
+	@echo "make check-deploy  what the heavy validators say of deploy/ (part of test-slow)"
 	@echo "make bench      run the benchmarks and write benchmarks/results/"
 	@echo "make protos     regenerate protos/gen"
 
@@ -56,6 +58,12 @@ $(BUF): package.json package-lock.json
 	npm ci --silent
 	@touch $@
 
+# Heavy, and with dependencies that clash with others: an environment of its own.
+$(DEPLOY_TOOLS): deploy/requirements.txt | $(VENV)/bin/python
+	$(BIN)/python -m venv $(VENV)/deploy
+	$(VENV)/deploy/bin/python -m pip install --quiet --disable-pip-version-check --requirement deploy/requirements.txt
+	@touch $@
+
 $(APT): .ci/debian-packages | $(VENV)/bin/python
 	.ci/debian-packages $(APT_TEST_PACKAGES)
 	@touch $@
@@ -68,7 +76,7 @@ test: $(DEV) $(APT)
 	$(BIN)/pdmesh model fetch demo
 	$(PYTEST) -m "not slow and $(NOT_HERE)"
 
-test-slow: $(DEV) $(APT)
+test-slow: $(DEV) $(APT) check-deploy
 	$(BIN)/pdmesh model fetch demo
 	$(PYTEST) -m "$(NOT_HERE)"
 
@@ -79,6 +87,9 @@ check: $(DEV) $(BUF)
 	$(BIN)/lint-imports
 	npx --no-install buf lint
 	$(BIN)/python protos/generate.py --check
+
+check-deploy: $(DEV) $(DEPLOY_TOOLS)
+	deploy/check $(CURDIR)/$(VENV)/deploy
 
 bench: $(BENCH)
 	$(BIN)/pdmesh model fetch demo

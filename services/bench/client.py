@@ -7,6 +7,7 @@ may be closed by the server just as it is used again, which would count as an er
 from __future__ import annotations
 
 import math
+import os
 import ssl
 import time
 from collections.abc import Callable, Mapping
@@ -163,6 +164,8 @@ class Client:
                 return
             if reply.status not in (400, 422):
                 break
+        if not reply.status:
+            raise UnavailableError(f"{self.base} does not answer: {reply.detail}")
         hint = " (give --api-key or --api-key-file)" if reply.status in (401, 403) else ""
         raise UnavailableError(f"{self._url} does not answer a plain request: {reply.detail}{hint}")
 
@@ -317,4 +320,6 @@ def _http_error(status: int, text: bytes) -> str:
 
 
 def _described(exc: BaseException) -> str:
+    if isinstance(exc, aiohttp.ClientConnectorError) and exc.os_error.errno:
+        return f"can't connect: {os.strerror(exc.os_error.errno)}"
     return f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__

@@ -16,6 +16,7 @@ import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine_core.transfer.handshake import CHALLENGE_BYTES
 from pdmesh.bootstrap.v1 import bootstrap_service_pb2 as pb
 from pdmesh.bootstrap.v1 import rank_table_pb2
 from pdmesh.common.v1 import identity_pb2, worker_pb2
@@ -106,19 +107,24 @@ async def test_prefill_streams_out_of_order(small_mesh: Mesh, raw: Raw) -> None:
         ([raw.ticket()], INVALID, "open"),
         ([raw.open(request=None)], INVALID, "request.session.room"),
         ([raw.open(prefill_incarnation=5)], FENCED, "INCARNATION_MISMATCH"),
-        ([raw.open(decode_incarnation=5)], FENCED, "LINK_OF_OTHER_PEER"),
+        ([raw.open(decode_incarnation=5)], GONE, "PEER_UNKNOWN"),
+        ([raw.open(decode_incarnation=raw.row.incarnation)], FENCED, "LINK_OF_OTHER_PEER"),
+        ([raw.open(link_proof=bytes(32))], FENCED, "link_proof"),
         ([raw.open(link_id=0)], GONE, "LINK_DOWN"),
         ([raw.open(link_id=-1)], GONE, "LINK_DOWN"),
         ([raw.open(request=raw.request(prompt_token_ids=[VOCABULARY]), **alone)], INVALID, "prompt_token_ids"),
         ([raw.open(), raw.open()], INVALID, "open"),
         ([raw.open()], INVALID, "ticket"),
         ([raw.open(), prefill_service_pb2.PrefillRequest()], INVALID, "empty"),
-        ([raw.open(), raw.ticket(100), raw.ticket()], INVALID, "ticket"),
     ]
     async with unharmed(small_mesh):
         for messages, code, why in cases:
             refusal = await raw.refused(raw.stream(*messages, after_start=len(messages) > 1))
             assert refusal.short == (code, why), messages
+        # The engine must not find out about the first ticket before the second is read.
+        engine = (await small_mesh.rank("prefill-0"))["engine_pid"]
+        twice = raw.stream(raw.open(), raw.ticket(100), raw.ticket(), after_start=True, still=engine)
+        assert (await raw.refused(twice)).short == (INVALID, "ticket")
         silent = raw.prefill.Prefill()
         late = raw.prefill.Prefill(timeout=0.2)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -162,14 +168,20 @@ async def test_tickets_are_not_believed(small_mesh: Mesh, raw: Raw) -> None:
 
 
 async def test_blocks_of_others_are_not_written(small_mesh: Mesh, raw: Raw) -> None:
-    """A ticket that decode never sent names all its blocks, cached ones too: their text stays what it was."""
+    """Tickets that decode never sent name all its blocks, cached ones too: their text stays what it was.
+
+    What comes over the caller's own link goes to the caller's own pool, and nowhere else.
+    """
     prompt, count = random_prompt(100, 7), POOL_TOKENS // 16
     async with unharmed(small_mesh), Asker(small_mesh) as asker:
         first = await asker.generate(prompt, cache_salt="kept")
         theft = raw.request(prompt_token_ids=random_prompt(POOL_TOKENS - 1, 8))
+        as_decode = raw.open(request=theft, decode_incarnation=raw.row.incarnation)
+        assert (await raw.refused(raw.stream(as_decode))).error.reason == "LINK_OF_OTHER_PEER"
         ticket = raw.ticket(*range(1, count + 1), num_tokens=POOL_TOKENS - 1)
         refusal = await raw.refused(raw.stream(raw.open(request=theft), ticket, after_start=True))
         assert refusal.short == (GONE, "PUSH_FAILED") and "took 0 of" in refusal.error.message
+        assert not raw.own.pool.any()
         before = await asker.counters("decode-0")
         again = await asker.generate(prompt, cache_salt="kept")
         hits = (await asker.counters("decode-0"))["prefix_hit_tokens"] - before["prefix_hit_tokens"]
@@ -177,7 +189,7 @@ async def test_blocks_of_others_are_not_written(small_mesh: Mesh, raw: Raw) -> N
 
 
 async def test_negotiation_refuses_nonsense(small_mesh: Mesh, raw: Raw) -> None:
-    good, numbers = raw.row.layout, iter(range(1000, 2000))
+    good, numbers = raw.row.layout, iter(range(1000, 1060))
 
     def rank(*descriptors: Any, **spoilt: Any) -> dict[str, Any]:
         layout = kv_layout_pb2.KvLayout()
@@ -188,6 +200,9 @@ async def test_negotiation_refuses_nonsense(small_mesh: Mesh, raw: Raw) -> None:
         endpoint = transfer_service_pb2.RankEndpoint(coord=coord(0), layout=layout, descriptors=offered)
         return {"ranks": [endpoint], "decode_incarnation": next(numbers)}
 
+    for number in range(1000, 1060):  # each a worker with no link yet
+        await raw.join(f"raw-{number}", number)
+
     where = "ranks[0].layout"
     grpc_port = raw.row.endpoint
     cases: list[tuple[dict[str, Any], str, str]] = [
@@ -197,6 +212,11 @@ async def test_negotiation_refuses_nonsense(small_mesh: Mesh, raw: Raw) -> None:
         ({"decode_instance": "x" * 300}, INVALID, "decode_instance"),
         ({"prefill_incarnation": 5}, FENCED, "INCARNATION_MISMATCH"),
         ({"fingerprint": ""}, INVALID, "fingerprint"),
+        ({"pair_secret": b""}, INVALID, "pair_secret"),
+        ({"pair_secret": bytes(33)}, INVALID, "pair_secret"),
+        ({"pair_secret": bytes(32)}, FENCED, "LINK_OF_OTHER_PEER"),
+        ({"decode_incarnation": raw.row.incarnation}, FENCED, "LINK_OF_OTHER_PEER"),
+        ({"decode_incarnation": 999}, GONE, "PEER_UNKNOWN"),
         ({"fingerprint": "x"}, FENCED, "fingerprint"),
         ({"transport": "x" * 33}, INVALID, "transport"),
         ({"transport": "pigeon", **rank()}, GONE, "LINK_DOWN"),
@@ -278,7 +298,8 @@ async def test_workers_and_bootstrap_refuse_nonsense(small_mesh: Mesh, raw: Raw)
         # A revision of another life is answered by a snapshot.
         after = rank_table_pb2.Revision(table_epoch=2**63 - 1, n=2**63 - 1)
         watch = boot.WatchRankTable(pb.WatchRankTableRequest(after=after), timeout=TIMEOUT)
-        assert len((await watch.read()).snapshot.rows) == 2
+        rows = (await watch.read()).snapshot.rows
+        assert {"prefill-0", "decode-0", "raw"} <= {row.instance.name for row in rows}
         watch.cancel()
         # Services that are not there.
         for name, path in (("prefill-0", "pdmesh.decode.v1.DecodeService/Generate"), ("bootstrap", "x/y")):
@@ -302,15 +323,15 @@ async def test_garbage_on_the_kv_sockets(small_mesh: Mesh, raw: Raw) -> None:
                     writer.write_eof()
                 async with asyncio.timeout(TIMEOUT):
                     with contextlib.suppress(ConnectionError):
-                        assert await reader.read() == b""
+                        assert len(await reader.read()) == CHALLENGE_BYTES  # all that a stranger is told
                 writer.close()
         assert (await asker.generate(random_prompt(40, 1))).transport == "tcp"
 
 
 # ---- anything -----------------------------------------------------------------------------------------
 
-KEPT = ("prefill", "max_tokens", "decode_instance", "name", "role")
-"""Fields that would make decode wait a second, compute for long, or take a row that others look at."""
+KEPT = ("prefill", "decode_incarnation", "max_tokens", "decode_instance", "name", "role")
+"""Fields that would make a worker wait a second for a peer, compute for long, or take a row that others look at."""
 
 FINE = {"OK", INVALID, FENCED, GONE, UNKNOWN, "OUT_OF_RANGE", "RESOURCE_EXHAUSTED"}
 
@@ -328,7 +349,7 @@ async def test_spoilt_messages(small_mesh: Mesh, raw: Raw, data: st.DataObject) 
         (raw.decode.Generate, raw.generate()),
         (raw.prefill.Prefill, raw.open()),
         (raw.prefill.Prefill, raw.ticket()),
-        (raw.transfer.NegotiateLayout, raw.negotiate(decode_incarnation=77)),
+        (raw.transfer.NegotiateLayout, raw.negotiate(decode_incarnation=1059)),
         (raw.transfer.Quiesce, transfer_service_pb2.QuiesceRequest(sessions=[session(5)])),
         (worker.Explain, worker_pb2.ExplainRequest(rooms=[5])),
         (boot.RegisterRank, pb.RegisterRankRequest(row=row, ttl_seconds=1.0)),
@@ -347,6 +368,8 @@ async def test_spoilt_messages(small_mesh: Mesh, raw: Raw, data: st.DataObject) 
             else []
         )
         call: Any = raw.stream(*first, bad, after_start=bool(first))
+    elif isinstance(bad, pb.RegisterRankRequest):
+        call = raw.register(bad)
     else:
         call = method(bad, timeout=TIMEOUT)
     assert await raw.outcome(call) in FINE
@@ -376,12 +399,18 @@ async def test_bytes_that_are_no_messages(small_mesh: Mesh, raw: Raw) -> None:
         assert (await raw.refused(raw.stream(opened, b"\xff", stub=prefill))).code == INVALID
 
 
-async def test_after_all_that_the_mesh_serves(small_mesh: Mesh) -> None:
-    async def only_real_rows() -> bool:  # those that tests registered have lost their leases
-        ranks = (await small_mesh.status())["ranks"]
-        return {r["instance"] for r in ranks if r["table_state"] == "READY"} <= set(small_mesh.pids)
+async def test_after_all_that_the_mesh_serves(small_mesh: Mesh, raw: Raw) -> None:
+    await raw.give_back()
 
-    await until_async(only_real_rows, 40.0, lambda: "rows of tests are still READY")
+    async def only_real_rows() -> bool:
+        ranks = (await small_mesh.status())["ranks"]
+        found[:] = [
+            r["instance"] for r in ranks if r["table_state"] == "READY" and r["instance"] not in small_mesh.pids
+        ]
+        return not found
+
+    found: list[str] = []
+    await until_async(only_real_rows, 60.0, lambda: f"rows of tests are still READY: {found}")
     async with Asker(small_mesh) as asker:
         answers = [await asker.generate(random_prompt(90, 3), max_tokens=8, ignore_eos=True) for _ in range(2)]
         assert [(a.path, a.transport, a.attempts, len(a.ids)) for a in answers] == [("pd", "tcp", 1, 8)] * 2

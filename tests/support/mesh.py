@@ -42,7 +42,9 @@ from services.runtime.security import Security
 from services.runtime.tasks import TaskOwner
 
 START_TIMEOUT = 90.0
-STOP_TIMEOUT = 20.0
+STOP_TIMEOUT = 60.0
+LIMIT = 30.0
+"""Seconds for what comes at once on a machine with time: only a test that has failed waits so long."""
 KEPT_LINES = 400
 TEST_DEFAULTS: Mapping[str, Any] = {"threads": 1, "kv_memory_mb": 64, "drain_timeout": 5.0}
 """Small enough for many meshes on two cores; `options` overrides it."""
@@ -211,37 +213,45 @@ class Mesh:
         """What `pdmesh status --json` prints."""
         return await status_command.collect(self.bootstrap, 5.0, self.security)
 
-    async def rank(self, name: str) -> dict[str, Any]:
-        """One worker's entry in the status."""
-        return next(rank for rank in (await self.status())["ranks"] if rank["instance"] == name)
+    async def rank(self, name: str, *, fresh: bool = True) -> dict[str, Any]:
+        """One worker's entry in the status; `fresh` waits until its engine tells its figures anew."""
+        deadline = asyncio.get_running_loop().time() + LIMIT
+        while True:
+            rank = next(rank for rank in (await self.status())["ranks"] if rank["instance"] == name)
+            if not fresh or (rank["answers"] and not rank["figures_age_seconds"]):
+                return dict(rank)
+            assert asyncio.get_running_loop().time() < deadline, f"{name} does not tell its figures: {rank}"
+            await asyncio.sleep(0.05)
 
     async def explain(self, request_id: str) -> dict[str, Any]:
         """What `pdmesh explain --json` prints."""
         return await explain_command.collect(self.bootstrap, request_id, 5.0, self.security)
 
-    async def quiet(self, within: float = 10.0) -> None:
-        """Waits until every live worker has free + cached = total and no session, stream or task.
+    async def quiet(self, within: float = LIMIT) -> list[dict[str, Any]]:
+        """Waits until every live worker has free + cached = total and no session, stream or task, by figures of
+        now; the workers' entries in that status.
 
         Raises AssertionError with what was left after `within` seconds.
         """
         deadline = asyncio.get_running_loop().time() + within
         while True:
-            left = await self._unquiet()
+            left, ranks = await self._unquiet()
             if not left:
-                return
+                return ranks
             assert asyncio.get_running_loop().time() < deadline, f"not quiet after {within:g} s: {json.dumps(left)}"
             await asyncio.sleep(0.05)
 
-    async def _unquiet(self) -> list[dict[str, Any]]:
+    async def _unquiet(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """What is left of anything, and the entries of all workers."""
         workers = {name for name in self._kinds if self.pid(name)}
         if not workers:
-            return []
+            return [], []
         if not any(self.pid(name) for name in self._bootstraps):
-            return [{"bootstrap": "is down: start it before the mesh ends"}]
+            return [{"bootstrap": "is down: start it before the mesh ends"}], []
         try:
             ranks = {rank["instance"]: rank for rank in (await self.status())["ranks"]}
         except UnavailableError as exc:
-            return [{"bootstrap": str(exc)}]
+            return [{"bootstrap": str(exc)}], []
         left: list[dict[str, Any]] = []
         for name in sorted(workers):
             rank = ranks.get(name)
@@ -249,10 +259,10 @@ class Mesh:
                 left.append({"instance": name, "answers": False})
                 continue
             kv = rank["kv"]
-            busy = {n: rank[n] for n in ("sessions", "streams", "tasks") if rank[n]}
+            busy = {n: rank[n] for n in ("sessions", "streams", "tasks", "figures_age_seconds") if rank[n]}
             if busy or kv["free"] + kv["cached"] != kv["total"] or not kv["total"]:
                 left.append({"instance": name, "kv": kv, **busy})
-        return left
+        return left, list(ranks.values())
 
     # ---- faults -------------------------------------------------------------------------------------
 
@@ -266,7 +276,7 @@ class Mesh:
         """Sends a signal to a worker's engine process."""
         if number not in (signal.SIGSTOP, signal.SIGCONT):
             self._killed.add(name)
-        os.kill((await self.rank(name))["engine_pid"], number)
+        os.kill((await self.rank(name, fresh=False))["engine_pid"], number)
 
     async def gone(self, name: str, within: float = 30.0) -> Exit:
         """Waits until a process has ended; says how."""

@@ -51,6 +51,7 @@ class Setup:
     script: str = ""
     verify: bool = False
     socket_dir: str = ""
+    tokens: tuple[bytes, ...] = ()
     incarnation: Incarnation = dataclasses.field(default_factory=mint_incarnation)
 
     @property
@@ -77,6 +78,7 @@ class Endpoint:
             setup.layout,
             self._post,
             accept_links=setup.accept,
+            tokens=setup.tokens,
         )
 
     def _post(self, event: TransferEvent) -> None:

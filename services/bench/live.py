@@ -108,10 +108,10 @@ def plain_line(tally: Tally, now: float) -> str:
 async def watch(tally: Tally, title: str, console: Console) -> None:
     """Shows the tally until cancelled."""
     if not console.is_terminal:
-        console.print(title)
+        console.print(title, markup=False)
         while True:
             await asyncio.sleep(PLAIN_EVERY)
-            console.print(plain_line(tally, time.perf_counter()))
+            console.print(plain_line(tally, time.perf_counter()), markup=False)
     chunks, at, plan = 0, time.perf_counter(), None
     with Live(view(tally, title, at), console=console, auto_refresh=False, transient=True) as live:
         while True:

@@ -141,7 +141,7 @@ def over_load(runs: Sequence[Run]) -> list[Section]:
         _rates("Requests", "requests completed/s", lambda level: level.requests_per_s, runs, x),
     ]
     if any(run.report.objectives.any for run in runs):
-        shares = _rates("Requests that met the objectives", "share (%)", _share_of, runs, x, most=100.0)
+        shares = _rates("Requests that met the objectives", "share (%)", _share_of, runs, x, most=100.0, hover="%")
         figures.append(msgspec.structs.replace(shares, text=objectives_line(report)))
         figures.append(_rates("Goodput", "good requests/s", _good_of, runs, x))
     else:
@@ -191,15 +191,22 @@ def _times(
 
 
 def _rates(
-    title: str, unit: str, of: Callable[[Level], float], runs: Sequence[Run], x: Axis, most: float = 0.0
+    title: str,
+    unit: str,
+    of: Callable[[Level], float],
+    runs: Sequence[Run],
+    x: Axis,
+    *,
+    most: float = 0.0,
+    hover: str = "",
 ) -> Figure:
-    """One value over the load."""
+    """One value over the load; `hover` is its unit on hover."""
     series = [
         Series(
             name=f"{run.letter}: {run_name(run.report, run.letter)}" if run.letter else title,
             points=tuple((level.load, of(level)) for level in _sorted(run.report)),
             titles=tuple(
-                f"{run.letter + ', ' if run.letter else ''}{level.name}: {number(of(level))} {unit}"
+                f"{run.letter + ', ' if run.letter else ''}{level.name}: {number(of(level))} {hover or unit}"
                 for level in _sorted(run.report)
             ),
             color=run.color or "var(--a)",

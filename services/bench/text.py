@@ -54,11 +54,12 @@ def level_cells(level: Level, *, objectives: bool) -> list[str]:
 
 def show(report: Report, console: Console) -> None:
     """Prints a result: figures by level, then what to know about them."""
-    console.print(f"{report.target.url} ({report.target.model}, {report.target.endpoint}), {workload_line(report)}")
+    target = report.target
+    console.print(f"{target.url} ({target.model}, {target.endpoint}), {workload_line(report)}", markup=False)
     console.print(levels_table(report))
     console.print("Times in milliseconds.")
     for line in [*verdict(report), *notes(report)]:
-        console.print(line)
+        console.print(line, markup=False)
 
 
 def workload_line(report: Report) -> str:
@@ -143,7 +144,7 @@ def _notes_of(level: Level) -> Iterable[str]:
 def show_changes(before: Report, after: Report, changes: Sequence[Change], console: Console) -> None:
     """Prints two runs against each other."""
     names = [run_name(before, "A"), run_name(after, "B")]
-    console.print(f"A: {names[0]} ({before.started})\nB: {names[1]} ({after.started})")
+    console.print(f"A: {names[0]} ({before.started})\nB: {names[1]} ({after.started})", markup=False)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column(before.load_name, justify="right")
     table.add_column("measure")
@@ -158,7 +159,7 @@ def show_changes(before: Report, after: Report, changes: Sequence[Change], conso
     console.print(table)
     console.print("Times in milliseconds. Figures of two runs differ by chance too: repeat what matters.")
     for line in differences(before, after):
-        console.print(f"The runs differ in {line}.")
+        console.print(f"The runs differ in {line}.", markup=False)
 
 
 def by_load(changes: Sequence[Change]) -> list[tuple[float, list[Change]]]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import grpc
 
 from engine_core.types.errors import Leg
@@ -56,5 +53,6 @@ class DecodeServices:
                 peers=peers,
                 links=links,
                 token_stall_timeout=parts.config.token_stall_timeout,
+                observer=parts.observer,
             )
         )

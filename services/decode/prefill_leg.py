@@ -26,6 +26,7 @@ from services.wire.bootstrap import RankRow
 from services.wire.generation import seconds_left, spec_to_proto, timings_from_proto
 from services.wire.transfer import shard_counts_from_proto, ticket_to_proto
 from services.worker.identity import WorkerIdentity
+from services.worker.observed import Metadata
 from services.worker.session_handle import SessionHandle
 
 _Call = Duplex[prefill_service_pb2.PrefillRequest, prefill_service_pb2.PrefillResponse]
@@ -42,9 +43,11 @@ class PrefillLeg:
         target: RankRow,
         channels: ChannelPool,
         link_proof: bytes = b"",
+        metadata: Metadata = (),
     ) -> None:
         self._opened, self._handle, self._identity = opened, handle, identity
         self._target, self._channels, self._link_proof = target, channels, link_proof
+        self._metadata = metadata
         self._call: _Call | None = None
         self._cancelled = False
 
@@ -76,7 +79,9 @@ class PrefillLeg:
 
     async def _relay(self, stub: Any) -> None:
         spec = self._opened.spec
-        self._call = call = Duplex(stub.Prefill(timeout=seconds_left(spec.deadline, Leg.PREFILL)))
+        self._call = call = Duplex(
+            stub.Prefill(timeout=seconds_left(spec.deadline, Leg.PREFILL), metadata=self._metadata)
+        )
         request = prefill_service_pb2.OpenPrefill(
             request=spec_to_proto(spec, self._identity.fingerprint),
             prefill_incarnation=self._target.incarnation,

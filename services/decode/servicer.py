@@ -35,6 +35,7 @@ from services.wire.generation import finish_to_proto, monotonic_deadline, second
 from services.worker.engine_client import EngineClient
 from services.worker.identity import WorkerIdentity
 from services.worker.links import DecodeLinks
+from services.worker.observed import Metadata, SessionObserver
 from services.worker.session_handle import SessionHandle
 from services.worker.sessions import SessionTable
 
@@ -58,11 +59,13 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         peers: PrefillPeers | None,
         links: DecodeLinks | None,
         token_stall_timeout: float = 30.0,
+        observer: SessionObserver | None = None,
     ) -> None:
         self._engine, self._identity, self._sessions = engine, identity, sessions
         self._tasks, self._channels = tasks, channels
         self._peers, self._links = peers, links
         self._stall = token_stall_timeout
+        self._observer = observer or SessionObserver()
 
     async def Generate(self, request: decode_service_pb2.GenerateRequest, context: _Context) -> None:
         """Runs one session. Raises PdmeshError."""
@@ -70,13 +73,13 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
         self._identity.check_fingerprint(request.request.fingerprint)
         spec = spec_from_proto(request.request, monotonic_deadline(context.time_remaining()))
         self._check_role(request)
-        with self._sessions.enter(spec.session):
+        with self._observer.session(spec, context) as metadata, self._sessions.enter(spec.session):
             target: RankRow | None = None
             frame = frames.Open(spec=spec, remote=False)
             if request.HasField("prefill"):
                 target = await self._find(request.prefill)
                 frame = await self._remote(spec, target)
-            await self._run(frame, target, context)
+            await self._run(frame, target, context, metadata)
 
     def _check_role(self, request: decode_service_pb2.GenerateRequest) -> None:
         if self._identity.role is Role.MIXED and request.HasField("prefill"):
@@ -100,13 +103,13 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
             raise DeadlineError("the deadline passed before the link was up", leg=Leg.TRANSFER) from None
         return frames.Open(spec=spec, remote=True, link_id=link_id)
 
-    async def _run(self, opened: frames.Open, target: RankRow | None, context: _Context) -> None:
+    async def _run(self, opened: frames.Open, target: RankRow | None, context: _Context, metadata: Metadata) -> None:
         """Opens the engine session and relays until it has ended, with its leg."""
         handle = self._engine.open(opened)
         leg = None
         if target is not None:
             proof = self._links.proof(target, opened.link_id, handle.session) if self._links and opened.link_id else b""
-            leg = PrefillLeg(opened, handle, self._identity, target, self._channels, proof)
+            leg = PrefillLeg(opened, handle, self._identity, target, self._channels, proof, metadata)
         session = _Relay(handle, opened.spec, leg, self._tasks, self._stall, self._engine)
         reason = "stream closed"
         try:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import grpc
 
 from engine_core.types.errors import Leg
@@ -38,6 +35,14 @@ class PrefillServices:
         peers = DecodePeers(parts.watcher.roster.find_incarnation)
         parts.watcher.on_change(peers.poke)
         self._prefill.set(
-            PrefillServicer(parts.engine, parts.identity, parts.sessions, links, peers, parts.session_tasks)
+            PrefillServicer(
+                parts.engine,
+                parts.identity,
+                parts.sessions,
+                links,
+                peers,
+                parts.session_tasks,
+                observer=parts.observer,
+            )
         )
         self._transfer.set(TransferServicer(parts.engine, parts.identity, links, peers))

@@ -32,6 +32,7 @@ from services.wire.generation import monotonic_deadline, seconds_left, spec_from
 from services.wire.transfer import shard_count_to_proto, ticket_from_proto
 from services.worker.engine_client import EngineClient
 from services.worker.identity import WorkerIdentity
+from services.worker.observed import SessionObserver
 from services.worker.session_handle import SessionHandle
 from services.worker.sessions import SessionTable
 
@@ -56,9 +57,12 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         links: PrefillLinks,
         peers: DecodePeers,
         tasks: TaskOwner,
+        *,
+        observer: SessionObserver | None = None,
     ) -> None:
         self._engine, self._identity, self._sessions = engine, identity, sessions
         self._links, self._peers, self._tasks = links, peers, tasks
+        self._observer = observer or SessionObserver()
 
     async def Prefill(
         self, request_iterator: AsyncIterator[Request], context: grpc.aio.ServicerContext[Request, Response]
@@ -71,7 +75,7 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
         await self._peers.find(opened.decode_incarnation)
         if not opened.without_transfer:
             self._links.check(opened.link_id, opened.decode_incarnation, spec.session, opened.link_proof)
-        with self._sessions.enter(spec.session):
+        with self._observer.session(spec, context), self._sessions.enter(spec.session):
             frame = frames.OpenPrefill(spec=spec, link_id=opened.link_id, without_transfer=opened.without_transfer)
             handle = self._engine.open(frame)
             reader: asyncio.Task[None] | None = None

@@ -86,7 +86,15 @@ class _Worker:
             watcher = life.watch(stack)
             services.connect(
                 WorkerParts(
-                    config, identity, life.engine, life.sessions, life.session_tasks, life.tasks, life.channels, watcher
+                    config,
+                    identity,
+                    life.engine,
+                    life.sessions,
+                    life.session_tasks,
+                    life.tasks,
+                    life.channels,
+                    watcher,
+                    life.observer,
                 )
             )
             life.state.identity = identity
@@ -105,7 +113,10 @@ class _Worker:
         if role is None or stop.draining.is_set():
             return False
         # Named as before, where it was before: only the role is another one.
-        self._config = config.model_copy(update={"role": role, "instance": identity.instance, "port": life.server.port})
+        self._config = config.model_copy(
+            update={"role": role, "instance": identity.instance, "port": life.server.port}
+            | ({"metrics_port": life.metrics.port} if life.metrics is not None else {})
+        )
         return True
 
     def _forget(self) -> None:

@@ -38,12 +38,17 @@ from services.runtime.channels import ChannelPool
 from services.runtime.security import Security
 from services.runtime.server import GrpcServer
 from services.runtime.tasks import Stop, TaskOwner
+from services.runtime.telemetry.exposition import MetricsServer
+from services.runtime.telemetry.spans import SessionSpans
+from services.runtime.telemetry.tracing import start_tracing
 from services.wire.bootstrap import InstanceSpec, RankRow, RowKey, WatchedService
 from services.worker.drain import HANDOVER, DrainOrder, Verdict
 from services.worker.engine_client import EngineClient
 from services.worker.engine_config import inference_config
 from services.worker.identity import WorkerIdentity
 from services.worker.late import LateServicer
+from services.worker.metrics import WorkerMetrics
+from services.worker.observed import SessionObserver
 from services.worker.registration import Registration, mint_above_holders
 from services.worker.roster import RosterWatcher
 from services.worker.sessions import SessionTable
@@ -73,6 +78,7 @@ class WorkerParts:
     tasks: TaskOwner
     channels: ChannelPool
     watcher: RosterWatcher
+    observer: SessionObserver
 
 
 class RoleServices(Protocol):
@@ -108,6 +114,8 @@ class Life:
         self._over = asyncio.Event()
         self._ordered = asyncio.Event()
         self._watcher: RosterWatcher | None = None
+        self.metrics: MetricsServer | None = None
+        self.observer = SessionObserver()
 
     @property
     def sessions(self) -> SessionTable:
@@ -165,15 +173,36 @@ class Life:
             tokens=security.link_secrets,
             command=engine_command,
             watchdog_timeout=config.watchdog_timeout,
-            on_moves=state.moves.extend,
+            on_moves=state.take_moves,
         )
         stack.push_async_callback(engine.close)
         security.on_change(lambda: engine.set_tokens(security.link_secrets))
         life = cls(config, server, state, engine, channels, tasks)
         late.set(WorkerServicer(state, life.give, life.last_pair))
+        await life.be_seen(stack)
         tasks.spawn(state.lag.run(), "loop lag")
         tasks.spawn(security.watch(), "key files")
         return life
+
+    async def be_seen(self, stack: AsyncExitStack) -> None:
+        """Serves /metrics, and traces, where that is asked for. Raises ConfigError."""
+        config, state = self._config, self.state
+        role = "prefill" if config.role is Role.PREFILL else "decode"
+        tracing = start_tracing(config.otlp_endpoint, config.trace_sample_ratio, role, state.instance)
+        if tracing is not None:
+            spans = SessionSpans(tracing, role)
+            stack.push_async_callback(tracing.close)
+            stack.callback(spans.close)
+            state.on_moves(spans.observe)
+            self.observer = SessionObserver(state.instance, spans)
+        if config.metrics_port >= 0:
+            figures = WorkerMetrics(state)
+            state.on_moves(figures.observe)
+            self.metrics = await MetricsServer.start(
+                config.host, config.metrics_port, figures.registry,
+                refresh=figures.refresh, advertise_host=config.advertise_host,
+            )  # fmt: skip
+            stack.push_async_callback(self.metrics.stop)
 
     def watch(self, stack: AsyncExitStack) -> RosterWatcher:
         """Starts to watch the rank table."""
@@ -196,6 +225,7 @@ class Life:
             on_fenced=self._on_replaced,
             on_outranked=self._on_replaced,
         )
+        self.state.registration = registration
         registration.start()
         stack.push_async_callback(registration.deregister)
         if self.sessions.draining:
@@ -238,6 +268,7 @@ class Life:
             host=socket.gethostname(),
             pid=os.getpid(),
             engine_pid=self.engine.pid,
+            metrics_endpoint=self.metrics.endpoint if self.metrics is not None else "",
         )
 
     def _on_replaced(self, exc: FencedError) -> None:

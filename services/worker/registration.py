@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ class _Seat:
         self.lease_id = 0
         self.renew_every = 0.0
         self.held = False
+        self.renewed_at = 0.0
 
 
 class Registration:
@@ -72,6 +74,8 @@ class Registration:
         self._registered = asyncio.Event()
         self._draining = False
         self._refused = False
+        self.lapses = 0
+        """Leases that a Bootstrap knew no more."""
 
     def start(self) -> None:
         """Begins to register; returns at once."""
@@ -82,6 +86,11 @@ class Registration:
     def leases(self) -> dict[str, int]:
         """Bootstraps that hold the row now, with the lease ids."""
         return {seat.endpoint: seat.lease_id for seat in self._seats if seat.lease_id}
+
+    def lease_ages(self) -> tuple[tuple[str, float], ...]:
+        """Bootstraps that hold the row, with the seconds since each last renewed its lease."""
+        now = time.monotonic()
+        return tuple((seat.endpoint, now - seat.renewed_at) for seat in self._seats if seat.lease_id)
 
     async def wait_registered(self, timeout: float) -> bool:
         """True once one Bootstrap holds the row; False after `timeout` seconds."""
@@ -132,6 +141,7 @@ class Registration:
                 return
             except NotFoundError:
                 seat.lease_id = 0
+                self.lapses += 1
                 wait = backoff.next()
             except PdmeshError as exc:
                 # The lease may still stand: the next try renews it, and NOT_FOUND says when it does not.
@@ -148,7 +158,7 @@ class Registration:
         except grpc.aio.AioRpcError as exc:
             raise from_rpc_error(exc, Leg.BOOTSTRAP) from exc
         seat.lease_id, seat.renew_every = response.lease_id, max(response.renew_seconds, 0.01)
-        seat.held = True
+        seat.held, seat.renewed_at = True, time.monotonic()
         self._registered.set()
         log.info("registered with %s for %.1f s", seat.endpoint, response.ttl_seconds)
         if self._draining:
@@ -162,6 +172,7 @@ class Registration:
             await self._stub(seat).RenewLease(request, timeout=self._timeout)
         except grpc.aio.AioRpcError as exc:
             raise from_rpc_error(exc, Leg.BOOTSTRAP) from exc
+        seat.renewed_at = time.monotonic()
 
     async def _tell(self, seat: _Seat, what: str) -> None:
         stub, incarnation = self._stub(seat), self._row.incarnation

@@ -10,13 +10,14 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from engine_core.host.frames import Stats
+from engine_core.lifecycle.machine import Move
 from engine_core.lifecycle.membership import MembershipState
 from engine_core.types.errors import FencedError, InvalidRequestError, NotFoundError, UnavailableError
 from engine_core.types.ids import Incarnation, RankCoord
@@ -37,6 +38,7 @@ from services.wire.common import (
 from services.worker.drain import Drain, DrainOrder
 from services.worker.engine_client import EngineClient
 from services.worker.identity import WorkerIdentity
+from services.worker.registration import Registration
 from services.worker.sessions import SessionTable
 
 MAX_ROOMS = 10_000
@@ -61,6 +63,18 @@ class WorkerState:
         self.drain = Drain()
         self.engine: EngineClient | None = None
         self.identity: WorkerIdentity | None = None
+        self.registration: Registration | None = None
+        self._move_listeners: list[Callable[[Sequence[Move]], None]] = []
+
+    def on_moves(self, listener: Callable[[Sequence[Move]], None]) -> None:
+        """Calls `listener` with the engine's moves from now on."""
+        self._move_listeners.append(listener)
+
+    def take_moves(self, moves: Sequence[Move]) -> None:
+        """Takes moves from the engine."""
+        self.moves.extend(moves)
+        for listener in self._move_listeners:
+            listener(moves)
 
     @property
     def engine_stats(self) -> Stats | None:

@@ -51,6 +51,9 @@ class Grant(msgspec.Struct, frozen=True):
     revision: Revision
 
 
+TAKEN_OVER = "taken over by"
+"""How the reason of a move begins that a later incarnation caused."""
+
 class _Fence(msgspec.Struct, frozen=True):
     incarnation: int
     deregistered: bool = False
@@ -143,6 +146,10 @@ class RankTable:
         Raises FencedError when a later incarnation runs it in another shape."""
         self.expire(now)
         key = (spec.name, spec.role)
+    def lease_seconds(self, now: float) -> tuple[tuple[RowKey, float], ...]:
+        """Rows under a lease, with the seconds until it lapses."""
+        return tuple((key, self._entries[key].due - now) for key in sorted(set(self._leases.values())))
+
         self._check_spec(spec, incarnation)
         if not self._instances.get(key):
             self._set_spec(spec, incarnation)
@@ -175,7 +182,7 @@ class RankTable:
         entry = self._entries.get(key)
         if entry is not None and entry.row.incarnation != row.incarnation:
             self._end_lease(entry)
-            entry.machine.advance(MembershipState.LEFT, now, f"taken over by incarnation {row.incarnation}")
+            entry.machine.advance(MembershipState.LEFT, now, f"{TAKEN_OVER} incarnation {row.incarnation}")
             entry = None
         if entry is None:
             entry = self._enter(row, now)

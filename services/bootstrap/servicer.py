@@ -101,6 +101,10 @@ class BootstrapServicer(bootstrap_service_pb2_grpc.BootstrapServiceServicer):
         self._closing = False
 
     @property
+    def introduce(self, me: WatchedService) -> None:
+        """What is told of this process from now on."""
+        self._me = me
+
     def watchers(self) -> int:
         """Open watch streams."""
         return len(self._watches)

@@ -49,6 +49,18 @@ class BootstrapConfig(CommonConfig):
     lease_renewal: float = Field(5.0, gt=0, description="How often workers renew")
     rooms_kept: int = Field(100_000, ge=1, description="Routes of past requests that are kept")
     metrics_port: int = Field(0, ge=-1, le=65535, description="HTTP port of /metrics; 0 takes a free one, -1 none")
+    auto_role: bool = Field(False, description="Change roles of workers by queue pressure; of several Bootstraps one")
+    auto_role_high: float = Field(4.0, gt=0, description="Waiting requests per worker at which a role needs another")
+    auto_role_low: float = Field(1.0, ge=0, description="Waiting requests per worker below which a role can give one")
+    auto_role_hold: float = Field(10.0, ge=0, description="Seconds that a need lasts before a worker changes")
+    auto_role_cooldown: float = Field(60.0, ge=0, description="Seconds between one change and the next")
+    auto_role_limit: float = Field(30.0, ge=0, description="Seconds that a changing worker's streams get to end")
+
+    @model_validator(mode="after")
+    def _need_is_above_plenty(self) -> BootstrapConfig:
+        if self.auto_role_low >= self.auto_role_high:
+            raise ValueError("auto_role_low must be less than auto_role_high, or roles would change back and forth")
+        return self
 
 
 class WorkerConfig(CommonConfig):
@@ -125,6 +137,8 @@ class RouterConfig(CommonConfig):
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="Largest request body")
     max_prompts: int = Field(256, ge=1, description="Prompts in one request")
     max_attempts: int = Field(5, ge=1, description="Attempts in a row that may end without a new token")
+    retry_share: float = Field(0.2, ge=0, description="Retries before token 1 that one request more allows")
+    retry_floor: float = Field(10.0, ge=0, description="Retries before token 1 that are allowed each second anyway")
     request_timeout: float = Field(600.0, gt=0, description="Seconds for a whole request")
     connect_timeout: float = Field(2.0, gt=0, description="Seconds to reach a worker")
     queue_timeout: float = Field(60.0, gt=0, description="Seconds that a request may wait")
@@ -186,6 +200,7 @@ class ServeConfig(CommonConfig):
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")
     bootstrap_port: int = Field(18800, ge=0, le=65535, description="gRPC port of Bootstrap; 0 takes a free one")
     start_timeout: float = Field(300.0, gt=0, description="Seconds until everything must be ready")
+    heartbeat_timeout: float = Field(30.0, gt=0, description="Seconds without a sign of life before a process is killed")
     drain_timeout: float = Field(30.0, ge=0, description="Seconds that open requests get when stopping")
     options: dict[str, Any] = Field(default_factory=dict, exclude=True)
     overrides: dict[ServiceKind, dict[str, Any]] = Field(

@@ -8,17 +8,25 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from engine_core.types.errors import Leg
 from engine_core.types.ids import mint_incarnation
 from pdmesh.bootstrap.v1 import bootstrap_service_pb2_grpc
+from services.bootstrap.auto_role import AutoRole, AutoRoleSettings
+from services.bootstrap.metrics import BootstrapMetrics, TableMoves
 from services.bootstrap.rank_table import RankTable
+from services.bootstrap.role_changer import RoleChanger
 from services.bootstrap.rooms import RoomBook
 from services.bootstrap.servicer import SERVICE_NAME, BootstrapServicer
 from services.config import BootstrapConfig, service_manager
 from services.runtime.addresses import bracketed
+from services.runtime.channels import ChannelPool
 from services.runtime.security import Security
 from services.runtime.server import GrpcServer
 from services.runtime.tasks import Stop, TaskOwner
+from services.runtime.telemetry import LoopLagMonitor
+from services.runtime.telemetry.exposition import MetricsServer
 from services.wire.bootstrap import WatchedService
 
 _STOP_GRACE = 1.0
@@ -31,10 +39,12 @@ async def run(config: BootstrapConfig, stop: Stop, on_ready: Callable[[dict[str,
     can't be had.
     """
     security = Security.of(config)
+    channels = ChannelPool(security=security)
     epoch = mint_incarnation()
-    table = RankTable(epoch, ttl=config.lease_ttl, renew=config.lease_renewal)
+    moves, lag, rooms = TableMoves(), LoopLagMonitor(), RoomBook(config.rooms_kept)
+    table = RankTable(epoch, ttl=config.lease_ttl, renew=config.lease_renewal, move_log=moves.log)
     me = WatchedService(name="bootstrap", pid=os.getpid(), host=socket.gethostname())
-    servicer = BootstrapServicer(table, RoomBook(config.rooms_kept), me, time.monotonic)
+    servicer = BootstrapServicer(table, rooms, me, time.monotonic)
     tasks = TaskOwner("bootstrap", on_error=lambda name, exc: stop.request_now())
     server = await GrpcServer.start(
         f"{bracketed(config.host)}:{config.port}",
@@ -43,10 +53,24 @@ async def run(config: BootstrapConfig, stop: Stop, on_ready: Callable[[dict[str,
         leg=Leg.BOOTSTRAP,
         security=security,
     )
+    metrics: MetricsServer | None = None
     try:
+        if config.metrics_port >= 0:
+            figures = BootstrapMetrics(table, moves, rooms, lambda: servicer.watchers, lag)
+            metrics = await MetricsServer.start(config.host, config.metrics_port, figures.registry)
+            servicer.introduce(msgspec.structs.replace(me, metrics_endpoint=metrics.endpoint))
         tasks.spawn(security.watch(), "key files")
+        tasks.spawn(lag.run(), "loop lag")
         tasks.spawn(servicer.expire_forever(), "expire")
         tasks.spawn(servicer.publish_loads_forever(), "loads")
+        if config.auto_role:
+            settings = AutoRoleSettings(
+                config.auto_role_high, config.auto_role_low, config.auto_role_hold, config.auto_role_cooldown
+            )
+            changer = RoleChanger(
+                AutoRole(settings), table.rows, channels, time.monotonic, limit=config.auto_role_limit
+            )
+            tasks.spawn(changer.run(), "auto role")
         await server.set_serving(True)
         on_ready(
             {
@@ -63,3 +87,6 @@ async def run(config: BootstrapConfig, stop: Stop, on_ready: Callable[[dict[str,
         servicer.close()
         await server.stop(_STOP_GRACE)
         await tasks.close()
+        if metrics is not None:
+            await metrics.stop()
+        await channels.close()

@@ -67,7 +67,9 @@ class Serve:
     async def run(self, stop: Stop) -> int:
         """Starts everything, serves until told to stop, ends everything. Returns the exit code."""
         sockets = _sockets_directory()
-        supervisor = Supervisor(self._say, start_timeout=self._config.start_timeout)
+        supervisor = Supervisor(
+            self._say, silence=self._config.heartbeat_timeout, start_timeout=self._config.start_timeout
+        )
         tasks, code = TaskOwner("serve"), 0
         try:
             start = tasks.spawn(self._start(supervisor, sockets), "start")

@@ -181,6 +181,10 @@ class DecodeDisaggScheduler:
         if session.request.state is not expected or session.token_at is not None:
             self._fail(session, InternalError("prefill sent a token out of turn", leg=Leg.PREFILL), now)
             return
+        if self._c.vocab_size and not 0 <= frame.token_id < self._c.vocab_size:
+            why = f"prefill sent token {frame.token_id}, which is outside the vocabulary of {self._c.vocab_size}"
+            self._fail(session, InternalError(why, leg=Leg.PREFILL), now)
+            return
         session.token_at = now
         session.cached_tokens = frame.cached_tokens
         session.prefill_timings = frame.timings

@@ -28,16 +28,31 @@ import msgspec
 
 from engine_core.lifecycle.machine import Machine, Move, MoveLog
 from engine_core.lifecycle.membership import MembershipState, membership
-from engine_core.types.errors import FencedError, InvalidRequestError, Leg, NotFoundError
+from engine_core.types.errors import FencedError, InvalidRequestError, Leg, NotFoundError, QueueFullError
 from engine_core.types.ids import SessionId
 from engine_core.types.request import Role
-from services.wire.bootstrap import InstanceSpec, Load, RankRow, Revision, RowChange, RowKey, RowLoad, Snapshot
+from services.wire.bootstrap import (
+    MAX_ROWS,
+    InstanceSpec,
+    Load,
+    RankRow,
+    Revision,
+    RowChange,
+    RowKey,
+    RowLoad,
+    Snapshot,
+)
 
 _LIVE = frozenset({MembershipState.JOINING, MembershipState.READY, MembershipState.DRAINING})
 _MIN_TTL, _MAX_TTL = 0.05, 600.0
 _LOST_TTLS = 10
+MAX_ROWS_OF_PROCESS = 64
+"""Rows that one incarnation may hold: the local ranks of a worker."""
 _REMEMBERED = 10_000
 """Fences, dead leases and announcements that are kept for rows that are gone."""
+
+TAKEN_OVER = "taken over by"
+"""How the reason of a move begins that a later incarnation caused."""
 
 InstanceKey = tuple[str, Role]
 
@@ -50,9 +65,6 @@ class Grant(msgspec.Struct, frozen=True):
     renew: float
     revision: Revision
 
-
-TAKEN_OVER = "taken over by"
-"""How the reason of a move begins that a later incarnation caused."""
 
 class _Fence(msgspec.Struct, frozen=True):
     incarnation: int
@@ -134,6 +146,10 @@ class RankTable:
             if entry.load_seq > seq
         )
 
+    def lease_seconds(self, now: float) -> tuple[tuple[RowKey, float], ...]:
+        """Rows under a lease, with the seconds until it lapses."""
+        return tuple((key, self._entries[key].due - now) for key in sorted(set(self._leases.values())))
+
     @property
     def next_due(self) -> float:
         """When expire() may next have something to do; inf when never."""
@@ -146,10 +162,6 @@ class RankTable:
         Raises FencedError when a later incarnation runs it in another shape."""
         self.expire(now)
         key = (spec.name, spec.role)
-    def lease_seconds(self, now: float) -> tuple[tuple[RowKey, float], ...]:
-        """Rows under a lease, with the seconds until it lapses."""
-        return tuple((key, self._entries[key].due - now) for key in sorted(set(self._leases.values())))
-
         self._check_spec(spec, incarnation)
         if not self._instances.get(key):
             self._set_spec(spec, incarnation)
@@ -176,6 +188,7 @@ class RankTable:
                 retryable=False,
             )
         self._check_spec(spec, row.incarnation)
+        self._check_room(row)
         self._set_spec(spec, row.incarnation)
         self._remember(self._fences, key, _Fence(row.incarnation))
 
@@ -267,6 +280,20 @@ class RankTable:
                 leg=Leg.BOOTSTRAP,
                 peer_incarnation=holder[0],
                 retryable=False,
+            )
+
+    def _check_room(self, row: RankRow) -> None:
+        """Raises QueueFullError when the table is full, InvalidRequestError when one process has too many rows."""
+        if row.key in self._entries:
+            return
+        if len(self._entries) >= MAX_ROWS:
+            raise QueueFullError(f"the rank table has {MAX_ROWS} rows", leg=Leg.BOOTSTRAP, reason="TABLE_FULL")
+        of_process = sum(entry.row.incarnation == row.incarnation for entry in self._entries.values())
+        if of_process >= MAX_ROWS_OF_PROCESS:
+            raise InvalidRequestError(
+                f"incarnation {row.incarnation} has {of_process} rows, which is the most that one process may have",
+                leg=Leg.BOOTSTRAP,
+                field="row.incarnation",
             )
 
     def _set_spec(self, spec: InstanceSpec, incarnation: int) -> None:

@@ -19,6 +19,7 @@ from pdmesh.bootstrap.v1 import bootstrap_service_pb2_grpc
 from services.bootstrap.rank_table import RankTable
 from services.bootstrap.rooms import RoomBook, route_room
 from services.wire.bootstrap import (
+    MAX_REQUEST_ID,
     MAX_ROOMS,
     LoadUpdate,
     Revision,
@@ -38,7 +39,7 @@ from services.wire.bootstrap import (
     service_to_proto,
     spec_from_proto,
 )
-from services.wire.common import checked_int, checked_size, load_from_proto
+from services.wire.common import checked_int, checked_size, checked_text, load_from_proto
 
 log = logging.getLogger(__name__)
 
@@ -100,11 +101,11 @@ class BootstrapServicer(bootstrap_service_pb2_grpc.BootstrapServiceServicer):
         self._timer = asyncio.Event()
         self._closing = False
 
-    @property
     def introduce(self, me: WatchedService) -> None:
         """What is told of this process from now on."""
         self._me = me
 
+    @property
     def watchers(self) -> int:
         """Open watch streams."""
         return len(self._watches)
@@ -255,6 +256,8 @@ class BootstrapServicer(bootstrap_service_pb2_grpc.BootstrapServiceServicer):
         """Reads where rooms ran."""
         checked_size(request.rooms, "rooms", MAX_ROOMS)
         checked_size(request.request_ids, "request_ids", MAX_ROOMS)
+        for i, request_id in enumerate(request.request_ids):
+            checked_text(request_id, f"request_ids[{i}]", MAX_REQUEST_ID)
         found = self._rooms.lookup(request.rooms, request.request_ids)
         return pb.LookupRoomsResponse(rooms=[route_to_proto(route) for route in found])
 

@@ -31,6 +31,7 @@ from services.runtime.channels import ChannelPool
 from services.runtime.errors import from_error_info
 from services.runtime.tasks import TaskOwner
 from services.wire.bootstrap import RankRow
+from services.wire.common import MAX_ENDPOINT, checked_text
 from services.wire.generation import finish_to_proto, monotonic_deadline, seconds_left, spec_from_proto
 from services.worker.engine_client import EngineClient
 from services.worker.identity import WorkerIdentity
@@ -89,7 +90,8 @@ class DecodeServicer(decode_service_pb2_grpc.DecodeServiceServicer):
 
     async def _find(self, peer: identity_pb2.PeerRef) -> RankRow:
         assert self._peers is not None
-        return await self._peers.find(peer.endpoint, peer.incarnation)
+        endpoint = checked_text(peer.endpoint, "prefill.endpoint", MAX_ENDPOINT)
+        return await self._peers.find(endpoint, peer.incarnation)
 
     async def _remote(self, spec: GenerateSpec, target: RankRow) -> frames.Open:
         """What to open for a prompt that prefill computes. One token needs no KV here, and no link."""

@@ -52,6 +52,9 @@ __all__ = [
 
 MAX_ROOMS = 100_000
 """Rooms in one RecordRooms or LookupRooms."""
+MAX_ROWS = 65_536
+"""Rows of one rank table."""
+MAX_REQUEST_ID = 512
 
 
 class Revision(msgspec.Struct, frozen=True, order=True):
@@ -255,7 +258,9 @@ def spec_from_proto(message: rank_table_pb2.InstanceSpec, field: str = "instance
         version=checked_text(message.version, f"{field}.version", 64),
         tokenizer_digest=checked_text(message.tokenizer_digest, f"{field}.tokenizer_digest"),
         kv_capacity_tokens=checked_int(message.kv_capacity_tokens, f"{field}.kv_capacity_tokens"),
-        eos_token_ids=tuple(message.eos_token_ids),
+        eos_token_ids=tuple(
+            checked_int(token, f"{field}.eos_token_ids", 0, MAX_INT32) for token in message.eos_token_ids
+        ),
         max_running=checked_int(message.max_running, f"{field}.max_running"),
     )
     if spec.world_size > MAX_PARALLEL:
@@ -347,7 +352,7 @@ def route_from_proto(message: rank_table_pb2.RoomRoute, field: str = "room") -> 
     return RoomRoute(
         room=checked_int(message.room, f"{field}.room", 1),
         attempt=checked_int(message.attempt, f"{field}.attempt"),
-        request_id=checked_text(message.request_id, f"{field}.request_id", 512),
+        request_id=checked_text(message.request_id, f"{field}.request_id", MAX_REQUEST_ID),
         prefill_instance=checked_text(message.prefill_instance, f"{field}.prefill_instance"),
         prefill_dp=checked_int(message.prefill_dp, f"{field}.prefill_dp", 0, MAX_PARALLEL),
         prefill_incarnation=checked_int(message.prefill_incarnation, f"{field}.prefill_incarnation"),
@@ -390,19 +395,23 @@ def event_from_proto(message: bootstrap_service_pb2.WatchRankTableResponse) -> W
     revision = revision_from_proto(message.revision)
     which = message.WhichOneof("event")
     if which == "snapshot":
+        checked_size(message.snapshot.rows, "snapshot.rows", MAX_ROWS)
         rows = tuple(row_from_proto(row, f"snapshot.rows[{i}]") for i, row in enumerate(message.snapshot.rows))
         return Snapshot(revision, rows)
     if which == "change":
         return RowChange(revision, row_from_proto(message.change.row, "change.row"))
     if which == "load":
+        checked_size(message.load.rows, "load.rows", MAX_ROWS)
         return LoadUpdate(revision, tuple(_row_load_from_proto(row) for row in message.load.rows))
     raise InvalidRequestError("a watch sent a message without an event", field="event")
 
 
 def _row_load_from_proto(message: rank_table_pb2.RankRow) -> RowLoad:
     role = role_from_proto(message.instance.role, "load.rows.instance.role")
-    key = RowKey(message.instance.name, role, coord_from_proto(message.coord, "load.rows.coord"))
-    return RowLoad(key, message.incarnation, load_from_proto(message.load, "load.rows.load"))
+    name = checked_text(message.instance.name, "load.rows.instance.name")
+    key = RowKey(name, role, coord_from_proto(message.coord, "load.rows.coord"))
+    incarnation = checked_int(message.incarnation, "load.rows.incarnation", 1)
+    return RowLoad(key, incarnation, load_from_proto(message.load, "load.rows.load"))
 
 
 def peer_to_proto(row: RankRow) -> identity_pb2.PeerRef:

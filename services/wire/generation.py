@@ -15,11 +15,17 @@ from engine_core.types.request import Finish, FinishReason, GenerateSpec, StageT
 from engine_core.types.sampling import SamplingParams
 from pdmesh.common.v1 import generation_pb2, identity_pb2
 from pdmesh.decode.v1 import decode_service_pb2
+from services.wire.common import MAX_NAME, checked_size, checked_text
 
 DEFAULT_TIMEOUT = 600.0
 """Seconds that a call without a deadline gets."""
 
 _MAX_TOKEN_ID = 2**31 - 1
+MAX_TOKENS = 1 << 22
+"""Prompt, or emitted, tokens that are read at all; what an engine can hold is for it to say."""
+MAX_STOP_IDS = 4_096
+MAX_REQUEST_ID = 512
+MAX_SALT = 256
 
 _REASON_TO_PROTO: dict[FinishReason, generation_pb2.FinishReason] = {
     FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
@@ -54,6 +60,14 @@ def spec_from_proto(request: generation_pb2.GenerationRequest, deadline: float) 
         raise _invalid("session.room", f"is {session.room}; it must be a positive 63-bit number")
     if session.attempt < 0:
         raise _invalid("session.attempt", f"is {session.attempt}; it must not be negative")
+    for name, text, limit in (
+        ("request_id", request.request_id, MAX_REQUEST_ID),
+        ("cache_salt", request.cache_salt, MAX_SALT),
+        ("fingerprint", request.fingerprint, MAX_NAME),
+    ):
+        checked_text(text, f"request.{name}", limit)
+    checked_size(request.prompt_token_ids, "request.prompt_token_ids", MAX_TOKENS)
+    checked_size(request.emitted_token_ids, "request.emitted_token_ids", MAX_TOKENS)
     prompt, emitted = tuple(request.prompt_token_ids), tuple(request.emitted_token_ids)
     if not prompt:
         raise _invalid("prompt_token_ids", "is empty; at least one token is needed")
@@ -109,6 +123,7 @@ def sampling_from_proto(message: generation_pb2.SamplingParams) -> SamplingParam
         raise _invalid(
             "sampling.min_tokens", f"is {message.min_tokens}; it must be from 0 to max_tokens ({message.max_tokens})"
         )
+    checked_size(message.stop_token_ids, "request.sampling.stop_token_ids", MAX_STOP_IDS)
     stop_ids = tuple(message.stop_token_ids)
     _check_ids("sampling.stop_token_ids", stop_ids)
     _refuse_unsupported(message)
@@ -153,8 +168,8 @@ def timings_to_proto(timings: StageTimings) -> generation_pb2.StageTimings:
 
 
 def timings_from_proto(message: generation_pb2.StageTimings) -> StageTimings:
-    """Seconds per stage."""
-    return StageTimings(
+    """Seconds per stage; what can be no duration counts as none."""
+    stages = (
         message.queued,
         message.computing,
         message.transferring,
@@ -162,6 +177,7 @@ def timings_from_proto(message: generation_pb2.StageTimings) -> StageTimings:
         message.starting,
         message.first_token,
     )
+    return StageTimings(*(seconds if math.isfinite(seconds) and seconds >= 0 else 0.0 for seconds in stages))
 
 
 def finish_to_proto(finish: Finish) -> decode_service_pb2.Finished:

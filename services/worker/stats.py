@@ -159,6 +159,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.ExplainResponse:
         """The moves of rooms that are still in the ring."""
         checked_size(request.rooms, "rooms", MAX_ROOMS)
+        for i, room in enumerate(request.rooms):
+            checked_int(room, f"rooms[{i}]", 1)
         return worker_pb2.ExplainResponse(moves=[move_to_proto(e) for e in self._state.moves.find(set(request.rooms))])
 
     async def StartProfile(

@@ -57,6 +57,10 @@ async def test_generate_refuses_nonsense(small_mesh: Mesh, raw: Raw) -> None:
         ({"emitted_token_ids": [2**31 - 1]}, "emitted_token_ids"),
         ({"emitted_token_ids": [5, 5]}, "request.emitted_token_ids"),
         ({"arrival_unix_ms": -1}, "request.arrival_unix_ms"),
+        ({"request_id": "x" * 513}, "request.request_id"),
+        ({"cache_salt": "x" * 257}, "request.cache_salt"),
+        ({"prompt_token_ids": bytes(2**22 + 1)}, "request.prompt_token_ids"),
+        ({"sampling": sampling(stop_token_ids=bytes(4097))}, "request.sampling.stop_token_ids"),
         ({"sampling": None}, "request.sampling.max_tokens"),
         ({"sampling": sampling(max_tokens=-5)}, "request.sampling.max_tokens"),
         ({"sampling": sampling(min_tokens=3)}, "request.sampling.min_tokens"),
@@ -85,9 +89,10 @@ async def test_generate_refuses_nonsense(small_mesh: Mesh, raw: Raw) -> None:
             ({"prefill": identity_pb2.PeerRef()}, INVALID, "prefill.incarnation"),
             (
                 {"prefill": identity_pb2.PeerRef(endpoint="x" * 100_000, incarnation=ref.incarnation)},
-                GONE,
-                "PEER_UNKNOWN",
+                INVALID,
+                "prefill.endpoint",
             ),
+            ({"prefill": identity_pb2.PeerRef(endpoint="x" * 512, incarnation=ref.incarnation)}, GONE, "PEER_UNKNOWN"),
             ({"prefill": identity_pb2.PeerRef(endpoint=ref.endpoint, incarnation=77)}, FENCED, "INCARNATION_MISMATCH"),
         ]
         refusals = await asyncio.gather(
@@ -280,12 +285,14 @@ async def test_workers_and_bootstrap_refuse_nonsense(small_mesh: Mesh, raw: Raw)
         (boot.RecordRooms, pb.RecordRoomsRequest(rooms=[rank_table_pb2.RoomRoute()]), INVALID, "rooms[0].room"),
         (boot.RecordRooms, pb.RecordRoomsRequest(rooms=[rank_table_pb2.RoomRoute(room=1)] * 100_001), INVALID, "rooms"),
         (boot.LookupRooms, pb.LookupRoomsRequest(rooms=range(100_001)), INVALID, "rooms"),
+        (boot.LookupRooms, pb.LookupRoomsRequest(request_ids=["x", "x" * 513]), INVALID, "request_ids[1]"),
         (boot.RouteRoom, pb.RouteRoomRequest(room=-1), INVALID, "room"),
     ]
     for name in ("prefill-0", "decode-0"):
         stub = raw.worker(name)
         calls += [
             (stub.Explain, worker_pb2.ExplainRequest(rooms=range(10_001)), INVALID, "rooms"),
+            (stub.Explain, worker_pb2.ExplainRequest(rooms=[5, -1]), INVALID, "rooms[1]"),
             (stub.StartProfile, worker_pb2.StartProfileRequest(steps=-1), INVALID, "steps"),
             (stub.StartProfile, worker_pb2.StartProfileRequest(steps=2**31 - 1), INVALID, "steps"),
         ]

@@ -26,14 +26,21 @@ class DrivenCore:
     """Wraps a core: collects frames and commands, runs steps on demand."""
 
     def __init__(
-        self, role: Role, *, num_blocks: int = 5, block_size: int = 2, verify_kv: bool = False, **config: object
+        self,
+        role: Role,
+        *,
+        num_blocks: int = 5,
+        block_size: int = 2,
+        verify_kv: bool = False,
+        vocab_size: int = 0,
+        **config: object,
     ):
         self.layout = layout(num_blocks, block_size)
         self.kv = KVCacheManager(self.layout, "test", True)
         self.clock = VirtualClock()
         self.core = EngineCore(
             role, scheduler(block_size, **config), self.kv, self.layout,
-            eos_token_ids=(EOS,), max_model_len=64, verify_kv=verify_kv,
+            eos_token_ids=(EOS,), max_model_len=64, verify_kv=verify_kv, vocab_size=vocab_size,
         )  # fmt: skip
         self.frames: list[Frame] = []
         self.commands: list[TransferCommand] = []

@@ -10,7 +10,7 @@ from engine_core.lifecycle.membership import MembershipState
 from engine_core.types.errors import FencedError, InvalidRequestError, NotFoundError
 from engine_core.types.ids import RankCoord
 from engine_core.types.request import Role
-from services.bootstrap.rank_table import RankTable
+from services.bootstrap.rank_table import MAX_ROWS_OF_PROCESS, RankTable
 from services.wire.bootstrap import Load, Revision
 from tests.support.rows import instance_spec, rank_row
 
@@ -237,3 +237,15 @@ def test_a_watch_resumes_within_the_log_and_not_beyond() -> None:
     for after in (Revision(9, 2), Revision(8, 6), Revision(10, 1), Revision(9, 7)):
         assert table.changes_after(after) is None
     assert RankTable(9).changes_after(Revision(9, 0)) == []
+
+
+def test_one_process_has_so_many_rows_and_no_more() -> None:
+    table = RankTable(1)
+    for number in range(MAX_ROWS_OF_PROCESS):
+        table.register_rank(rank_row(spec=instance_spec(name=f"w-{number}"), incarnation=7), 0, now=0)
+    with pytest.raises(InvalidRequestError, match="incarnation 7 has 64 rows") as caught:
+        table.register_rank(rank_row(spec=instance_spec(name="another"), incarnation=7), 0, now=0)
+    assert caught.value.field == "row.incarnation"
+    table.register_rank(rank_row(spec=instance_spec(name="w-3"), incarnation=7), 0, now=1)  # a row that it has
+    table.register_rank(rank_row(spec=instance_spec(name="another"), incarnation=8), 0, now=1)
+    assert len(table.rows()) == MAX_ROWS_OF_PROCESS + 1

@@ -379,3 +379,13 @@ def test_sampling_depends_on_the_position_that_is_drawn() -> None:
     core.run()
     assert [p.sequences[0].start + len(p.sequences[0].token_ids) for p in core.plans] == [3, 4, 5]
     assert all(p.sequences[0].sampling == params for p in core.plans)
+
+
+@pytest.mark.parametrize("token", [-1, 100, 2**31 - 1])
+def test_a_first_token_outside_the_vocabulary_fails_its_session_alone(token: int) -> None:
+    core = decode(vocab_size=100)
+    to_ticket(core)
+    core.send(LegToken(S1, token))
+    failed = core.outputs()[-1]
+    assert failed.token_ids == () and failed.error is not None and failed.error.leg == "prefill"
+    assert f"token {token}, which is outside the vocabulary of 100" in failed.error.message

@@ -14,6 +14,7 @@ from pdmesh.common.v1 import generation_pb2, identity_pb2
 from pdmesh.decode.v1 import decode_service_pb2
 from services.wire.generation import (
     DEFAULT_TIMEOUT,
+    MAX_TOKENS,
     finish_from_proto,
     finish_to_proto,
     monotonic_deadline,
@@ -21,6 +22,7 @@ from services.wire.generation import (
     seconds_left,
     spec_from_proto,
     spec_to_proto,
+    timings_from_proto,
 )
 
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(tuple)
@@ -81,6 +83,11 @@ def request(**more: object) -> generation_pb2.GenerationRequest:
         ({"emitted_token_ids": [1, 2, 3, 4]}, "request.emitted_token_ids"),
         ({"emitted_token_ids": [-2]}, "request.emitted_token_ids"),
         ({"arrival_unix_ms": -1}, "request.arrival_unix_ms"),
+        ({"request_id": "x" * 513}, "request.request_id"),
+        ({"cache_salt": "x" * 257}, "request.cache_salt"),
+        ({"fingerprint": "x" * 257}, "request.fingerprint"),
+        ({"prompt_token_ids": bytes(MAX_TOKENS + 1)}, "request.prompt_token_ids"),
+        ({"emitted_token_ids": bytes(MAX_TOKENS + 1)}, "request.emitted_token_ids"),
     ],
 )
 def test_bad_requests_name_the_field(change: dict[str, object], field: str) -> None:
@@ -107,6 +114,7 @@ def test_bad_requests_name_the_field(change: dict[str, object], field: str) -> N
         ({"min_tokens": 5}, "min_tokens"),
         ({"min_tokens": -1}, "min_tokens"),
         ({"stop_token_ids": [-3]}, "stop_token_ids"),
+        ({"stop_token_ids": bytes(4097)}, "stop_token_ids"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"presence_penalty": -0.5}, "presence_penalty"),
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
@@ -124,6 +132,18 @@ def test_bad_sampling_names_the_field(change: dict[str, object], name: str) -> N
 def test_unset_fields_take_neutral_values() -> None:
     message = generation_pb2.SamplingParams(max_tokens=4, repetition_penalty=1.0)
     assert sampling_from_proto(message) == SamplingParams(max_tokens=4)
+
+
+def test_bounds_are_met_exactly() -> None:
+    spec = spec_from_proto(request(request_id="x" * 512, cache_salt="y" * 256), 1.0)
+    assert (len(spec.request_id), len(spec.cache_salt)) == (512, 256)
+    message = generation_pb2.SamplingParams(max_tokens=4, stop_token_ids=bytes(4096))
+    assert len(sampling_from_proto(message).stop_token_ids) == 4096
+
+
+def test_timings_that_are_no_durations_count_as_none() -> None:
+    message = generation_pb2.StageTimings(queued=float("nan"), computing=float("inf"), transferring=-1.0, decoding=2.0)
+    assert timings_from_proto(message) == StageTimings(0.0, 0.0, 0.0, 2.0)
 
 
 def test_finish_round_trip() -> None:

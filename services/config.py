@@ -72,6 +72,7 @@ class WorkerConfig(CommonConfig):
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one")
     bootstrap: tuple[str, ...] = Field(("127.0.0.1:18800",), description="Bootstrap addresses, all of them are told")
     advertise_host: str = Field("", description="Host that peers dial; by default --host, or this machine's address")
+    advertise_port: int = Field(0, ge=0, le=65535, description="gRPC port that peers dial; 0: the one listened on")
     metrics_port: int = Field(0, ge=-1, le=65535, description="HTTP port of /metrics; 0 takes a free one, -1 none")
     instance: str = Field("", description="Name in the rank table; made of role and port by default")
     served_model_name: tuple[str, ...] = Field((), description="Names that clients may use; the first is canonical")
@@ -179,7 +180,9 @@ _KINDS: Mapping[ServiceKind, type[CommonConfig]] = {
     "decode": WorkerConfig,
 }
 
-_CHOSEN_BY_SERVE = frozenset({"role", "model", "host", "port", "advertise_host", "bootstrap", "instance", "socket_dir"})
+_CHOSEN_BY_SERVE = frozenset(
+    {"role", "model", "host", "port", "advertise_host", "advertise_port", "bootstrap", "instance", "socket_dir"}
+)
 
 
 _OF_ALL = ("mesh_token_file", "tls_cert", "tls_key", "tls_ca", "tls_name", "insecure", "log_prompts")
@@ -200,7 +203,9 @@ class ServeConfig(CommonConfig):
     port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 takes a free one")
     bootstrap_port: int = Field(18800, ge=0, le=65535, description="gRPC port of Bootstrap; 0 takes a free one")
     start_timeout: float = Field(300.0, gt=0, description="Seconds until everything must be ready")
-    heartbeat_timeout: float = Field(30.0, gt=0, description="Seconds without a sign of life before a process is killed")
+    heartbeat_timeout: float = Field(
+        30.0, gt=0, description="Seconds without a sign of life before a process is killed"
+    )
     drain_timeout: float = Field(30.0, ge=0, description="Seconds that open requests get when stopping")
     options: dict[str, Any] = Field(default_factory=dict, exclude=True)
     overrides: dict[ServiceKind, dict[str, Any]] = Field(

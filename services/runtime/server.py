@@ -58,12 +58,13 @@ class GrpcServer:
         *,
         leg: Leg = Leg.UNKNOWN,
         advertise_host: str = "",
+        advertise_port: int = 0,
         security: Security | None = None,
     ) -> GrpcServer:
         """Binds `address` ("host:port", port 0 picks one, or "unix:path"), lets `add` add servicers, and
         starts. `service_names` are the full names, such as pdmesh.decode.v1.DecodeService; `leg` names
-        this process in errors; peers are told `advertise_host` where what is bound would not do. Callers must
-        show what `security` asks for. Raises ConfigError when the address can't be had, or could be reached from
+        this process in errors; peers are told `advertise_host` and `advertise_port` where what is bound would not
+        do. Callers must show what `security` asks for. Raises ConfigError when the address can't be had, or could be reached from
         other machines while nothing protects it."""
         protection = security if security is not None else Security()
         unix = address.startswith("unix:")
@@ -79,7 +80,7 @@ class GrpcServer:
             port = protection.add_port(server, address)
         except RuntimeError as exc:
             raise ConfigError(f"cannot listen on {address}: {exc}", field="port") from exc
-        endpoint = address if unix else f"{dialable(address.rpartition(':')[0], advertise_host)}:{port}"
+        endpoint = address if unix else f"{dialable(address.rpartition(':')[0], advertise_host)}:{advertise_port or port}"
         made = cls(server, checks, service_names, endpoint, 0 if unix else port)
         await made.set_serving(False)  # before start: the overall status begins as SERVING otherwise
         await checks.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)

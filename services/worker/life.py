@@ -157,7 +157,13 @@ class Life:
         names = (*services.names, WORKER_SERVICE)
         address = f"{bracketed(config.host)}:{config.port}"
         server = await GrpcServer.start(
-            address, add, names, leg=leg, advertise_host=config.advertise_host, security=security
+            address,
+            add,
+            names,
+            leg=leg,
+            advertise_host=config.advertise_host,
+            advertise_port=config.advertise_port,
+            security=security,
         )
         stack.push_async_callback(server.stop, _STOP_GRACE)
         stack.push_async_callback(session_tasks.close)

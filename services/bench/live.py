@@ -17,7 +17,8 @@ from services.bench.tally import Tally
 from services.bench.text import number
 
 REFRESH = 0.25
-PLAIN_EVERY = 10.0
+PLAIN_EVERY = 5.0
+_LOOK_EVERY = 0.5
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -105,13 +106,22 @@ def plain_line(tally: Tally, now: float) -> str:
     return ", ".join(parts)
 
 
+async def _tell(tally: Tally, title: str, console: Console) -> None:
+    """A line when a level starts, and now and then."""
+    console.print(title, markup=False)
+    told, seen = time.perf_counter(), (tally.plan, tally.phase)
+    while True:
+        await asyncio.sleep(_LOOK_EVERY)
+        now = time.perf_counter()
+        if now - told >= PLAIN_EVERY or seen != (tally.plan, tally.phase):
+            told, seen = now, (tally.plan, tally.phase)
+            console.print(plain_line(tally, now), markup=False)
+
+
 async def watch(tally: Tally, title: str, console: Console) -> None:
     """Shows the tally until cancelled."""
     if not console.is_terminal:
-        console.print(title, markup=False)
-        while True:
-            await asyncio.sleep(PLAIN_EVERY)
-            console.print(plain_line(tally, time.perf_counter()), markup=False)
+        await _tell(tally, title, console)
     chunks, at, plan = 0, time.perf_counter(), None
     with Live(view(tally, title, at), console=console, auto_refresh=False, transient=True) as live:
         while True:

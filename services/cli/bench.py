@@ -34,6 +34,7 @@ from services.runtime.tasks import Stop, TaskOwner, run
 
 _SPARE_DESCRIPTORS = 64
 _SECRETS = ("--api-key",)
+_HIDDEN = "HIDDEN"
 
 _HELP = """Load-test an OpenAI-compatible server and report TTFT, ITL, throughput and goodput.
 
@@ -347,9 +348,9 @@ def _command_line(arguments: list[str]) -> str:
     shown, hide = ["pdmesh"], False
     for argument in arguments[1:]:
         name, equals, _ = argument.partition("=")
-        shown.append("…" if hide else f"{name}=…" if equals and name in _SECRETS else argument)
+        shown.append(_HIDDEN if hide else f"{name}={_HIDDEN}" if equals and name in _SECRETS else argument)
         hide = not hide and argument in _SECRETS
-    return shlex.join(shown).replace("'…'", "…")
+    return shlex.join(shown)
 
 
 def _allow_connections(options: RunOptions) -> None:

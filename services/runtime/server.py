@@ -64,8 +64,8 @@ class GrpcServer:
         """Binds `address` ("host:port", port 0 picks one, or "unix:path"), lets `add` add servicers, and
         starts. `service_names` are the full names, such as pdmesh.decode.v1.DecodeService; `leg` names
         this process in errors; peers are told `advertise_host` and `advertise_port` where what is bound would not
-        do. Callers must show what `security` asks for. Raises ConfigError when the address can't be had, or could be reached from
-        other machines while nothing protects it."""
+        do. Callers must show what `security` asks for. Raises ConfigError when the address can't be had, or could be
+        reached from other machines while nothing protects it."""
         protection = security if security is not None else Security()
         unix = address.startswith("unix:")
         if not unix:
@@ -80,7 +80,8 @@ class GrpcServer:
             port = protection.add_port(server, address)
         except RuntimeError as exc:
             raise ConfigError(f"cannot listen on {address}: {exc}", field="port") from exc
-        endpoint = address if unix else f"{dialable(address.rpartition(':')[0], advertise_host)}:{advertise_port or port}"
+        shown = f"{dialable(address.rpartition(':')[0], advertise_host)}:{advertise_port or port}"
+        endpoint = address if unix else shown
         made = cls(server, checks, service_names, endpoint, 0 if unix else port)
         await made.set_serving(False)  # before start: the overall status begins as SERVING otherwise
         await checks.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)

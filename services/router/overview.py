@@ -1,8 +1,7 @@
 """The mesh as this router sees it: one snapshot for all who look.
 
 A snapshot is made when somebody asks and the last one is a second old, so a mesh that nobody looks at is not
-asked, and many browsers cost as much as one. A worker that is slow to answer holds up nobody: it is shown with
-its last figures and their age.
+asked, and many browsers cost as much as one.
 """
 
 from __future__ import annotations
@@ -18,35 +17,21 @@ from typing import Any
 import orjson
 
 from engine_core.types.errors import NotFoundError
-from pdmesh.common.v1 import worker_pb2, worker_pb2_grpc
-from services.router.flows import Flows
 from services.router.front import Front
 from services.router.live import SLOW_FIRST_TOKEN, SLOW_TOKEN
 from services.router.placement import placeable
 from services.wire.bootstrap import RankRow, row_to_proto
-from services.worker.survey import ask, ask_moves, rank_as_data, router_move, worker_move
+from services.worker.survey import ask_moves, router_move, worker_move
+from services.worker.surveyor import Surveyor
 
 FRESH_SECONDS = 1.0
-_GRACE = 0.3
-"""Seconds that a snapshot waits for answers."""
 _ASK_TIMEOUT = 3.0
 _REQUESTS = 200
 _RECENT = 40
 _SHOWN = (
-    "instance", "role", "dp", "endpoint", "incarnation", "pid", "host", "state", "answers", "error", "load", "kv",
-    "sessions", "uptime_seconds", "models", "max_model_len",
+    "instance", "role", "dp", "endpoint", "incarnation", "pid", "host", "state", "age", "rates", "answers", "error",
+    "load", "kv", "sessions", "uptime_seconds", "models", "max_model_len",
 )  # fmt: skip
-
-
-class _Answer:
-    """The last that is known of a worker."""
-
-    __slots__ = ("rank", "since", "task")
-
-    def __init__(self) -> None:
-        self.rank: dict[str, Any] | None = None
-        self.since = 0.0
-        self.task: asyncio.Task[None] | None = None
 
 
 class Overview:
@@ -54,8 +39,7 @@ class Overview:
 
     def __init__(self, front: Front, clock: Callable[[], float] = time.monotonic) -> None:
         self._front, self._clock = front, clock
-        self._flows = Flows()
-        self._answers: dict[int, _Answer] = {}
+        self._surveyor = Surveyor(front.mesh.pool, front.tasks, clock=clock)
         self._lock = asyncio.Lock()
         self._made = float("-inf")
         self._bytes = b"{}"
@@ -86,7 +70,7 @@ class Overview:
         for row, (found, _) in zip(rows, answers, strict=True):
             moves += [worker_move(row.instance.name, move) for move in found]
         for move in moves:
-            move["room"] = f"{move['room']:016x}"  # JavaScript has no integers of 63 bits
+            move["room"] = f"{move['room']:016x}"
         silent = [
             {"process": row.instance.name, "error": error}
             for row, (_, error) in zip(rows, answers, strict=True)
@@ -107,9 +91,7 @@ class Overview:
     async def _snapshot(self) -> dict[str, Any]:
         front, mesh = self._front, self._front.mesh
         rows = self._leaders()
-        await self._ask_all(rows)
-        now = self._clock()
-        ranks = [self._rank(row) for row in rows]
+        ranks = await self._surveyor.survey([row_to_proto(row) for row in rows])
         roster = mesh.table.roster
         requests = mesh.live.rows(_REQUESTS)
         return {
@@ -124,14 +106,14 @@ class Overview:
                 "queued": front.admission.queued,
                 "max_in_flight": front.config.max_in_flight,
                 "max_queued": front.config.max_queued,
-                "uptime_seconds": now - self._started,
+                "uptime_seconds": self._clock() - self._started,
                 "policy": front.config.policy.value,
             },
             "bootstraps": [
                 {"address": address, "in_contact": roster.contact(address)} for address in front.config.bootstrap
             ],
-            "workers": [self._worker(row, rank, now) for row, rank in zip(rows, ranks, strict=True)],
-            "links": self._flows.links(ranks),
+            "workers": [self._worker(rank) for rank in ranks],
+            "links": self._surveyor.links(ranks),
             "requests": requests,
             "requests_total": len(mesh.live),
             "stages": Counter(request["state"] for request in requests),
@@ -139,48 +121,13 @@ class Overview:
             "slow_after": {"first_token": SLOW_FIRST_TOKEN, "token": SLOW_TOKEN},
         }
 
-    async def _ask_all(self, rows: list[RankRow]) -> None:
-        """Asks every worker that is not being asked already, and waits a moment for the answers."""
-        self._answers = {row.incarnation: self._answers.get(row.incarnation, _Answer()) for row in rows}
-        self._flows.keep(self._answers)
-        for row in rows:
-            answer = self._answers[row.incarnation]
-            if answer.task is None or answer.task.done():
-                answer.task = self._front.tasks.spawn(self._ask(row, answer), f"figures of {row.instance.name}")
-        waiting = [answer.task for answer in self._answers.values() if answer.task is not None]
-        if waiting:
-            await asyncio.wait(waiting, timeout=_GRACE)
-
-    async def _ask(self, row: RankRow, answer: _Answer) -> None:
-        stub = worker_pb2_grpc.WorkerServiceStub(self._front.mesh.pool.get(row.endpoint))
-        live, error = await ask(stub.GetStats(worker_pb2.GetStatsRequest(), timeout=_ASK_TIMEOUT))
-        rank = rank_as_data(row_to_proto(row), live, error)
-        if live is not None:
-            answer.rank, answer.since = rank, self._clock()
-            self._flows.update(rank, answer.since)
-            return
-        # What it said last is of more use than what the table has, but for the state.
-        known = ("state", "table_state", "answers", "error")
-        answer.rank = (answer.rank or rank) | {name: rank[name] for name in known}
-        self._flows.still(row.incarnation)
-
-    def _rank(self, row: RankRow) -> dict[str, Any]:
-        known = self._answers[row.incarnation].rank
-        return known if known is not None else rank_as_data(row_to_proto(row), None, "not asked yet")
-
-    def _worker(self, row: RankRow, rank: dict[str, Any], now: float) -> dict[str, Any]:
-        answer = self._answers[row.incarnation]
-        shown = {name: rank[name] for name in _SHOWN}
-        state = row.state.value if not rank["answers"] or row.state.value != "READY" else rank["state"]
+    def _worker(self, rank: dict[str, Any]) -> dict[str, Any]:
         counters = rank["counters"]
-        return shown | {
-            "state": state,
-            "incarnation": str(rank["incarnation"]),
-            "age": now - answer.since if answer.since else None,
-            "rates": self._flows.rates(row.incarnation),
+        return {name: rank[name] for name in _SHOWN} | {
+            "incarnation": str(rank["incarnation"]),  # JavaScript has no integers of 63 bits
             "asked_tokens": counters.get("prefix_query_tokens", 0.0),
             "cached_tokens": counters.get("prefix_hit_tokens", 0.0),
-            "ours": self._front.mesh.in_flight[row.incarnation],
+            "ours": self._front.mesh.in_flight[rank["incarnation"]],
         }
 
 

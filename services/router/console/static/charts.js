@@ -1,6 +1,6 @@
 // Small line charts on canvas. Colours come from the style sheet, so that both themes have their own.
 
-import { count, h, seconds, text, trimmed } from "./dom.js";
+import { axis, count, h, seconds, text, trimmed } from "./dom.js";
 
 const LEFT = 46;
 const RIGHT = 10;
@@ -9,8 +9,8 @@ const BOTTOM = 18;
 const STEPS = { 120: 30, 300: 60, 900: 180 };
 
 const CHARTS = [
-  { title: "Time to first token", unit: seconds, lines: [["ttft_p95", "p95", "--chart-2"], ["ttft_p50", "p50", "--chart-1"]] },
-  { title: "Inter-token latency", unit: seconds, lines: [["itl_p95", "p95", "--chart-2"], ["itl_p50", "p50", "--chart-1"]] },
+  { title: "Time to first token", unit: seconds, axis, lines: [["ttft_p95", "p95", "--chart-2"], ["ttft_p50", "p50", "--chart-1"]] },
+  { title: "Inter-token latency", unit: seconds, axis, lines: [["itl_p95", "p95", "--chart-2"], ["itl_p50", "p50", "--chart-1"]] },
   { title: "Output tokens per second", unit: count, whole: true, fill: true, lines: [["tokens", "tokens/s", "--chart-3"]] },
   {
     title: "Requests", unit: count, whole: true,
@@ -130,7 +130,7 @@ export class Charts {
       pen.lineTo(width - RIGHT, line);
       pen.stroke();
       pen.fillStyle = colour("--muted");
-      pen.fillText(share ? trimmed(spec.unit)(top * share) : "0", LEFT - 6, line);
+      pen.fillText(share ? trimmed(spec.axis ?? spec.unit)(top * share) : "0", LEFT - 6, line);
     }
     pen.textBaseline = "alphabetic";
     for (let ago = 0; ago <= this.span; ago += STEPS[this.span]) {

@@ -82,6 +82,9 @@ export function seconds(value) {
   return value < 172800 ? `${(value / 3600).toFixed(1)} h` : `${(value / 86400).toFixed(1)} d`;
 }
 
+/** Seconds on an axis: one unit whatever their size. */
+export const axis = (value) => (value < 1 ? `${short(value * 1000)} ms` : `${short(value)} s`);
+
 /** A count: whole below 1,000, else with a thousands separator. */
 export const count = (value) => Math.round(value).toLocaleString("en");
 

@@ -95,7 +95,7 @@ function showTiles() {
     { name: "Time to first token", value: seconds(latest("ttft_p50")), more: `p95 ${seconds(latest("ttft_p95"))}` },
     { name: "Inter-token latency", value: seconds(latest("itl_p50")), more: `p95 ${seconds(latest("itl_p95"))}` },
     { name: "Throughput", value: `${short(series.sum("tokens", 5) / 5)}`, unit: "tok/s", more: `${short(series.sum("requests", 10) / 10)} requests/s` },
-    { name: "In flight", value: mesh.router.in_flight, more: `${mesh.router.queued} waiting of ${mesh.router.max_queued}` },
+    { name: "In flight", value: mesh.router.in_flight, more: `${mesh.router.queued} waiting` },
     { name: "KV in use", value: share(kv.used), more: `${share(kv.cached)} cached` },
     { name: "KV moving", value: short(moving / 1e6), unit: "MB/s", more: `over ${mesh.links.filter((l) => l.up).length} links` },
     { name: "Errors, last minute", value: errors, more: errors ? "see the log" : "none", bad: errors > 0 },

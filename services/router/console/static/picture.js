@@ -9,6 +9,8 @@ export const KV = [
   { name: "quarantined", what: "a transfer may still write them" },
   { name: "free", what: "empty" },
 ];
+/** States of a request whose tokens are coming. */
+const FLOWING = new Set(["FIRST_TOKEN", "RESUMED"]);
 const MOST_DOTS = 18;
 const MOST_WIRES = 48;
 const MOST_LABELS = 16;
@@ -58,7 +60,7 @@ function dotsOf(requests) {
   const places = new Map();
   for (const request of requests) {
     let place = "";
-    if (request.state === "FIRST_TOKEN") place = request.decode;
+    if (FLOWING.has(request.state)) place = request.decode;
     else if (request.state === "SENT") place = request.prefill || request.decode;
     if (!places.has(place)) places.set(place, []);
     places.get(place).push(request);
@@ -73,8 +75,8 @@ function drawDots(box, requests, onRequest) {
     (r) => r.room,
     (r) => h("button", { type: "button", class: "dot", onclick: () => onRequest(r.id) }),
     (dot, r) => {
-      attr(dot, "class", `dot ${r.slow ? "slow" : r.state === "FIRST_TOKEN" ? "decoding" : "waiting"}`);
-      const where = r.state === "FIRST_TOKEN" ? `${r.tokens} tokens` : r.state.toLowerCase();
+      attr(dot, "class", `dot ${r.slow ? "slow" : FLOWING.has(r.state) ? "decoding" : "waiting"}`);
+      const where = FLOWING.has(r.state) ? `${r.tokens} tokens` : r.state.toLowerCase();
       attr(dot, "title", `${r.id}: ${where}, ${seconds(r.age)}${r.slow ? ", slow" : ""}`);
       attr(dot, "aria-label", `Request ${r.id}, ${where}${r.slow ? ", slow" : ""}`);
     },

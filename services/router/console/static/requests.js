@@ -11,6 +11,8 @@ const STATES = {
   SENT: ["prefill", "awaits token 1"],
   FIRST_TOKEN: ["decode", "tokens are flowing"],
   REPLANNED: ["replanned", "goes to other workers"],
+  RESUMING: ["resuming", "goes on with other workers"],
+  RESUMED: ["decode", "tokens are flowing again, from other workers"],
 };
 const LIVE = ["Stage", "Request", "Age", "TTFT", "Tokens", "Speed", "Prompt", "Workers", "Try"];
 const RECENT = ["End", "Request", "Took", "TTFT", "Tokens", "Speed", "Prompt", "Workers", "Where the time went"];

@@ -13,7 +13,7 @@ export const STAGES = [
 ];
 
 const OF_STATE = {
-  router_request: { QUEUED: "router", PLACED: "router", REPLANNED: "router" },
+  router_request: { QUEUED: "router", PLACED: "router", REPLANNED: "router", RESUMING: "router" },
   decode_request: {
     ADMITTED: "decode-queue", QUEUED: "decode-queue", AWAITING_START: "decode-queue", READY: "ready",
     PREEMPTED: "ready", COMPUTING: "recompute", DECODING: "decode",

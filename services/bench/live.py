@@ -16,7 +16,10 @@ from services.bench.report import Level
 from services.bench.tally import Tally
 from services.bench.text import number
 
-REFRESH = 0.25
+REFRESH = 0.5
+_SLOWEST_REFRESH = 3.0
+_SHARE = 0.005
+"""The view may take so much of the time: what arrives while it is drawn is timed late, but too little to move a p99."""
 PLAIN_EVERY = 5.0
 _LOOK_EVERY = 0.5
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -122,10 +125,10 @@ async def watch(tally: Tally, title: str, console: Console) -> None:
     """Shows the tally until cancelled."""
     if not console.is_terminal:
         await _tell(tally, title, console)
-    chunks, at, plan = 0, time.perf_counter(), None
+    chunks, at, plan, wait = 0, time.perf_counter(), None, REFRESH
     with Live(view(tally, title, at), console=console, auto_refresh=False, transient=True) as live:
         while True:
-            await asyncio.sleep(REFRESH)
+            await asyncio.sleep(wait)
             now = time.perf_counter()
             if plan is not tally.plan:
                 plan, chunks, at = tally.plan, 0, tally.started
@@ -133,3 +136,4 @@ async def watch(tally: Tally, title: str, console: Console) -> None:
                 tally.rates.append((tally.chunks - chunks) / (now - at))
                 chunks, at = tally.chunks, now
             live.update(view(tally, title, now), refresh=True)
+            wait = min(max(REFRESH, (time.perf_counter() - now) / _SHARE), _SLOWEST_REFRESH)

@@ -3,6 +3,7 @@
     main        the application; errors become one line and an exit code
     options     flags made of a configuration class
     single      bootstrap, router, prefill, decode: one service each
+    bench       a load test of any OpenAI-compatible server
     handshake   what a service tells the process that started it
     serve       the whole mesh on this machine; supervisor keeps its processes running
     status      the rank table, asked live; explain: one request's timeline

@@ -42,6 +42,9 @@ from services.runtime.tls import hint
 
 log = logging.getLogger(__name__)
 
+_UNREACHED = ("failed to connect to all addresses", "errors resolving", "DNS resolution failed")
+"""How gRPC begins to say that a call has never left this process."""
+
 _MAX_MESSAGE = 2_000
 """Characters of a message that travel: trailing metadata is limited to some kilobytes."""
 
@@ -164,7 +167,7 @@ def from_rpc_error(exc: grpc.aio.AioRpcError, leg: Leg) -> PdmeshError:
     """The error behind a failed call to the process that serves `leg`.
 
     With rich details their leg counts (unless it is unknown); without, the code alone decides: a lost
-    connection is PeerFailedError of `leg`, retryable.
+    connection is PeerFailedError of `leg`, retryable; with reason CONNECT_FAILED when there never was one.
     """
     message = exc.details() or exc.code().name
     try:
@@ -180,8 +183,10 @@ def from_rpc_error(exc: grpc.aio.AioRpcError, leg: Leg) -> PdmeshError:
     if exc.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
         return InternalError(message, leg=leg, reason="MESSAGE_TOO_LARGE")
     kind = _BY_CODE.get(exc.code(), InternalError)
-    advice = hint(message) if exc.code() is grpc.StatusCode.UNAVAILABLE else ""
-    return kind(f"{leg.value}: {message}{f' ({advice})' if advice else ''}", leg=leg)
+    lost = exc.code() is grpc.StatusCode.UNAVAILABLE
+    advice = hint(message) if lost else ""
+    reason = "CONNECT_FAILED" if lost and message.startswith(_UNREACHED) else None
+    return kind(f"{leg.value}: {message}{f' ({advice})' if advice else ''}", leg=leg, reason=reason)
 
 
 def to_error_info(exc: PdmeshError) -> ErrorInfo:
@@ -261,8 +266,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
     ends, so that their `finally` runs at once and not when the garbage collector comes.
     """
 
-    def __init__(self, leg: Leg = Leg.UNKNOWN) -> None:
-        self._leg = leg
+    def __init__(self, leg: Leg = Leg.UNKNOWN, heard: Callable[[str], None] | None = None) -> None:
+        """`heard` is told the peer of each call."""
+        self._leg, self._heard = leg, heard
 
     async def intercept_service(
         self,
@@ -286,6 +292,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
 
     def _unary(self, behaviour: _Behaviour, method: str) -> _Handler:
         async def call(request: Any, context: Any) -> Any:
+            self._hear(context)
             try:
                 return await behaviour(_readable(request), context)
             except Exception as exc:  # noqa: BLE001  # the border of the process: all errors become statuses
@@ -297,6 +304,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         generates = isasyncgenfunction(behaviour)
 
         async def call(request: Any, context: Any) -> None:
+            self._hear(context)
             try:
                 if not generates:
                     await behaviour(_readable(request), context)
@@ -308,6 +316,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
                 await self._fail(context, method, exc)
 
         return call
+
+    def _hear(self, context: Any) -> None:
+        if self._heard is not None:
+            self._heard(context.peer())
 
     async def _fail(self, context: Any, method: str, exc: Exception) -> NoReturn:
         # CancelledError is no Exception and passes by itself.

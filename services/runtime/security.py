@@ -25,6 +25,7 @@ from engine_core.types.errors import ConfigError, Leg, UnauthenticatedError
 from services.runtime import token as mesh_token
 from services.runtime.addresses import is_loopback
 from services.runtime.errors import abort_with
+from services.runtime.handshakes import Handshakes
 from services.runtime.tls import OPTIONS, MeshTls
 from services.runtime.token import MeshToken
 
@@ -67,6 +68,8 @@ class Security:
 
     def __init__(self, token: MeshToken | None = None, tls: MeshTls | None = None, *, insecure: bool = False) -> None:
         self.token, self.tls, self._insecure = token, tls, insecure
+        self._handshakes: Handshakes | None = None
+        self._complaints = Complaints()
         self._parts: list[Refreshable] = [part for part in (token, tls) if part is not None]
         self._callbacks: list[Callable[[], None]] = []
 
@@ -121,6 +124,7 @@ class Security:
         while self._parts:
             await asyncio.sleep(POLL_SECONDS)
             self.refresh()
+            self.tell_refused()
 
     # ---- as a client --------------------------------------------------------------------------------
 
@@ -142,13 +146,30 @@ class Security:
 
     def interceptors(self, leg: Leg) -> list[grpc.aio.ServerInterceptor]:  # type: ignore[type-arg]
         """What asks for the token, ahead of all others."""
-        return [] if self.token is None else [TokenInterceptor(self.token, leg)]
+        return [] if self.token is None else [TokenInterceptor(self.token, leg, self._complaints, self.heard)]
 
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
         """Binds. Raises RuntimeError as gRPC does."""
         if self.tls is None or address.startswith("unix:"):
             return int(server.add_insecure_port(address))
-        return int(server.add_secure_port(address, self.tls.server_credentials()))
+        handshakes = Handshakes()
+        handshakes.port = int(server.add_secure_port(address, self.tls.server_credentials(handshakes.begun)))
+        self._handshakes = handshakes
+        return handshakes.port
+
+    def heard(self, peer: str) -> None:
+        """A call came from this peer, as gRPC names it."""
+        if self._handshakes is not None:
+            self._handshakes.spoke(peer)
+
+    def tell_refused(self) -> None:
+        """Warns of peers that did not come through TLS."""
+        for peer in self._handshakes.refused() if self._handshakes is not None else ():
+            self._complaints.say(
+                peer,
+                "refused by TLS, or gone before its first call: it must speak TLS, and show a certificate that has not "
+                "expired, of an authority in --tls-ca",
+            )
 
 
 class TokenChannel(grpc.aio.Channel):
@@ -208,9 +229,8 @@ class _Tokened:
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
     """Refuses calls without a token that counts: UNAUTHENTICATED, before anything of the call is read."""
 
-    def __init__(self, token: MeshToken, leg: Leg, clock: Callable[[], float] = time.monotonic) -> None:
-        self._token, self._leg = token, leg
-        self._complaints = Complaints(clock)
+    def __init__(self, token: MeshToken, leg: Leg, complaints: Complaints, heard: Callable[[str], None]) -> None:
+        self._token, self._leg, self._complaints, self._heard = token, leg, complaints, heard
 
     async def intercept_service(
         self,
@@ -226,6 +246,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         method = handler_call_details.method
 
         async def refuse(_: Any, context: Any) -> None:
+            self._heard(context.peer())
             self._complaints.say(context.peer(), f"refused {method}: {why}")
             reason = "TOKEN_MISSING" if why == mesh_token.MISSING else "TOKEN_REFUSED"
             message = f"{why}; look at {mesh_token.OPTION} of the caller: it must hold a token of this mesh"

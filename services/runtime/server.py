@@ -70,7 +70,13 @@ class GrpcServer:
         unix = address.startswith("unix:")
         if not unix:
             protection.check_host(address.rpartition(":")[0])
-        server = grpc.aio.server(interceptors=[*protection.interceptors(leg), ErrorInterceptor(leg)], options=_OPTIONS)
+        server = grpc.aio.server(
+            interceptors=[
+                *protection.interceptors(leg),
+                ErrorInterceptor(leg, protection.heard if protection.tls is not None else None),
+            ],
+            options=_OPTIONS,
+        )
         add(server)
         checks = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack aio
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)

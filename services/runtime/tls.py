@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ CERT_OPTION, KEY_OPTION, CA_OPTION = "--tls-cert", "--tls-key", "--tls-ca"
 OPTIONS = f"{CERT_OPTION}, {KEY_OPTION} and {CA_OPTION}"
 
 _TROUBLE = re.compile(r"handshake failed|SSL_ERROR|CERTIFICATE_|TSI_", re.IGNORECASE)
+_MISNAMED = re.compile(r"Hostname Verification", re.IGNORECASE)
 _HUNG_UP = re.compile(r"failed to connect .*(Socket closed|Connection reset|End of TCP stream)", re.IGNORECASE)
 
 
@@ -54,12 +55,14 @@ class MeshTls:
         """Looks at the files; True when they changed."""
         return self._files.refresh()
 
-    def server_credentials(self) -> grpc.ServerCredentials:
-        """For a port; each handshake uses the files as they are by then, and asks for the caller's certificate."""
+    def server_credentials(self, begins: Callable[[], None]) -> grpc.ServerCredentials:
+        """For a port; each handshake uses the files as they are by then, and asks for the caller's certificate.
+        `begins` is called for each, by a thread of gRPC's."""
         offered = 0
 
         def current() -> Any:
             nonlocal offered
+            begins()
             if offered == self.generation:
                 return None  # as before
             offered = self.generation
@@ -197,6 +200,8 @@ def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
 
 def hint(message: str) -> str:
     """What to look at when a connection failed as gRPC says in `message`; "" when TLS has nothing to do with it."""
+    if _MISNAMED.search(message):
+        return "the peer's certificate does not name the host that was dialled; look at --tls-name, or give it the name"
     if _TROUBLE.search(message):
         return f"look at {OPTIONS} of both ends: all processes of a mesh have them, or none"
     if _HUNG_UP.search(message):

@@ -33,10 +33,16 @@ def assert_whole(answers: Sequence[Answer], model: Path, calm: Mapping[Ask, Sequ
         assert answer.ok and answer.done and answer.status == 200, str(answer)
         assert len(answer.token_ids) == answer.ask.max_tokens, str(answer)
         if calm is None or answer.token_ids != list(calm[answer.ask]):
-            params = SamplingParams(max_tokens=answer.ask.max_tokens, temperature=0.0, ignore_eos=True)
-            doubtful.append(Claim(answer.ask.prompt, tuple(answer.token_ids), params))
+            doubtful.append(claim_of(answer))
     if doubtful:
         oracle_for(model).assert_right(doubtful)
+
+
+def claim_of(answer: Answer) -> Claim:
+    """What has come so far, for the oracle."""
+    ask = answer.ask
+    params = SamplingParams(max_tokens=ask.max_tokens, temperature=ask.temperature, seed=ask.seed, ignore_eos=True)
+    return Claim(ask.prompt, tuple(answer.token_ids), params)
 
 
 async def drained(mesh: Mesh, *names: str, **order: Any) -> None:

@@ -32,11 +32,13 @@ LIMIT = 60.0
 
 @dataclass(frozen=True)
 class Ask:
-    """One request for greedy tokens."""
+    """One request; for greedy tokens unless it has a temperature."""
 
     prompt: tuple[int, ...]
     max_tokens: int
     stream: bool = True
+    temperature: float = 0.0
+    seed: int = 0
 
 
 @dataclass
@@ -98,7 +100,8 @@ async def _fill(client: httpx.AsyncClient, url: str, answer: Answer, on_event: C
         "model": "default",
         "prompt": list(ask.prompt),
         "max_tokens": ask.max_tokens,
-        "temperature": 0,
+        "temperature": ask.temperature,
+        "seed": ask.seed,
         "ignore_eos": True,
         "return_token_ids": True,
         "stream": ask.stream,

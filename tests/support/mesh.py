@@ -198,6 +198,22 @@ class Mesh:
         """The service process's id; 0 when it is down."""
         return self._children[name].pid
 
+    def engine_pid(self, name: str) -> int:
+        """The engine process's id, as the worker told it when it became ready."""
+        return int(str(self._children[name].info["engine_pid"]))
+
+    def ready(self, name: str) -> bool:
+        """True when the process has said so in its present life."""
+        return self._children[name].ready.is_set() and not self._children[name].gone.is_set()
+
+    def end_of(self, name: str) -> str:
+        """Why a process ended last."""
+        return self._exits[name].reason
+
+    def mark_killed(self, name: str) -> None:
+        """Whatever way it ends, the test has done it."""
+        self._killed.add(name)
+
     @property
     def pids(self) -> dict[str, int]:
         """Ids of the service processes that run, by name."""

@@ -2,7 +2,9 @@
 
     spawn → output goes to `say`, line by line → ready (handshake) → serves, beating → exit
       exit before it was ever ready: the whole start has failed, `failed` gets the reason
-      exit later: reported, waited for (0.5 s doubling to 10 s, afresh after 60 s up), spawned again
+      exit later: reported, waited for (0.5 s doubling to 10 s, afresh after 60 s up), spawned again as it was
+                  commanded: a worker that has changed its role comes back in that of its command
+      exit 0: it was told to end (a drain with --stop, a signal of its own) and stays down
       silent for `silence` seconds (stopped, hung): killed, then as above
 
 Each child has its own session, so that Ctrl-C in the terminal reaches the supervisor alone, and dies with
@@ -268,6 +270,9 @@ class Supervisor:
                 return
             if not was_ready:
                 self._fail(StartFailedError(name, end))
+                return
+            if end.code == 0:
+                self._say(name, "ended as it was told to; it stays down")
                 return
             delay = backoff.after(loop.time() - started)
             self._say(name, f"died: {end.reason}; starts again in {delay:g} s")

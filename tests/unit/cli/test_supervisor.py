@@ -86,3 +86,17 @@ async def test_a_stopped_child_is_killed() -> None:
         await child.ready.wait()
     assert any("no sign of life for 4 s (killed by SIGKILL)" in line for _, line in lines)
     await supervisor.stop(asyncio.Event(), 20.0)
+
+
+async def test_a_child_that_was_told_to_end_stays_down() -> None:
+    lines: list[tuple[str, str]] = []
+    supervisor = Supervisor(lambda name, line: lines.append((name, line)))
+    child = supervisor.add(ChildSpec("bootstrap", ("bootstrap", "--port", "0"), 1))
+    await supervisor.until_ready([child], 60.0)
+    child.signal(signal.SIGTERM)
+    async with asyncio.timeout(60.0):
+        await child.gone.wait()
+        while ("bootstrap", "ended as it was told to; it stays down") not in lines:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert not any("starts again" in line for _, line in lines) and child.pid == 0
+    await supervisor.stop(asyncio.Event(), 5.0)

@@ -47,12 +47,14 @@ from engine_core.types.ids import SessionId, mint_room
 from engine_core.types.request import Finish, FinishReason, GenerateSpec
 from engine_core.types.sampling import SamplingParams
 from pdmesh.decode.v1 import decode_service_pb2, decode_service_pb2_grpc
+from services.router.breaker import faults_of
 from services.router.live import Outcome, Progress
-from services.router.mesh import Mesh
+from services.router.mesh import Mesh, breaker_keys
 from services.router.options import GenerationOptions
 from services.router.output_text import OutputText
 from services.router.placement import Placement
-from services.router.retry import Attempts, backoff
+from services.router.poison import CLEARED_AFTER, Evidence
+from services.router.retry import Attempts, backoff, charged, handed_back
 from services.router.rooms import route_of
 from services.router.trace import Trace
 from services.runtime.errors import from_rpc_error
@@ -128,6 +130,9 @@ class Journey:
         self._placed_at = 0.0
         self._fingerprint = ""
         self._placement: Placement | None = None
+        self._evidence = Evidence()
+        self._gated: list[int] = []
+        """Workers that this sample, a suspect, keeps other suspects away from."""
         self._move("QUEUED")
 
     def progress(self) -> Progress:
@@ -147,6 +152,7 @@ class Journey:
         with self._mesh.live.track(self, self._spec) as entry:
             try:
                 async with slot:
+                    self._trace.admitted(self.room, self._attempt)
                     result = await self._run(sink)
             except asyncio.CancelledError:
                 self._move("CANCELLED")
@@ -158,45 +164,81 @@ class Journey:
             return result
 
     async def _run(self, sink: Sink) -> SampleResult:
+        mesh, spec = self._mesh, self._spec
+        mesh.convicted.check(spec.prompt_token_ids, spec.seed, time.monotonic())
+        mesh.budget.request()
         avoid: set[int] = set()
-        attempts = Attempts(self._mesh.max_attempts)
+        attempts = Attempts(mesh.max_attempts)
         while True:
             placement = await self._place(avoid)
             self._since = self._received
             try:
                 return await self._try(placement, sink)
             except PdmeshError as exc:
-                # A deadline that may be tried again was a worker's, not the request's own.
-                if exc.retryable or not isinstance(exc, DeadlineError | InvalidRequestError):
-                    avoid.add(self._blame(placement, exc))
+                avoid |= self._blame(placement, exc)
                 attempts.failed(exc, self._received - self._since, open_stream=self._received > 0)
-                if not exc.retryable or attempts.exhausted or time.monotonic() >= self._spec.deadline:
-                    _name_field_for_client(exc)
-                    raise
-                self._mesh.metrics.replans.labels(exc.leg.value, exc.reason).inc()
-                state = "RESUMING" if self._received else "REPLANNED"
-                self._move(state, f"{exc.leg.value} {exc.reason}: {exc.message}")
+                refusal = self._refusal(exc, attempts)
+                if refusal is not None:
+                    _name_field_for_client(refusal)
+                    raise refusal from (None if refusal is exc else exc)
+                self._note_retry(exc)
+            finally:
+                mesh.breakers.end_trials(breaker_keys(placement))
+                self._leave_gate(self._gated)
             self._attempt += 1
-            left = self._spec.deadline - time.monotonic()
-            await asyncio.sleep(min(backoff(attempts.fruitless, self._mesh.rng), max(left, 0.0)))
+            left = spec.deadline - time.monotonic()
+            await asyncio.sleep(min(backoff(attempts.fruitless, mesh.rng), max(left, 0.0)))
+
+    def _refusal(self, exc: PdmeshError, attempts: Attempts) -> PdmeshError | None:
+        """What the sample ends with; None when it is tried again."""
+        mesh, spec, now = self._mesh, self._spec, time.monotonic()
+        if not exc.retryable or now >= spec.deadline:
+            return exc
+        if self._evidence.guilty:
+            seed = None if not self._received else spec.seed if spec.options.temperature > 0 else 0
+            mesh.convicted.add(spec.prompt_token_ids, seed, now)
+            mesh.retry_metrics.refused.labels("poison").inc()
+            return self._evidence.verdict(exc.leg)
+        if attempts.exhausted:
+            mesh.retry_metrics.refused.labels("attempts").inc()
+            return exc
+        if not self._received and charged(exc) and not mesh.budget.take(now):
+            mesh.retry_metrics.refused.labels("budget").inc()
+            return exc
+        return None
+
+    def _note_retry(self, exc: PdmeshError) -> None:
+        self._mesh.metrics.replans.labels(exc.leg.value, exc.reason).inc()
+        kind = "handover" if handed_back(exc) else "resume" if self._received else "replan"
+        self._mesh.retry_metrics.retries.labels(kind).inc()
+        self._move("RESUMING" if self._received else "REPLANNED", f"{exc.leg.value} {exc.reason}: {exc.message}")
 
     async def _place(self, avoid: set[int]) -> Placement:
-        """Waits for a pair: an open stream until its deadline, others up to peer_wait."""
-        now = time.monotonic()
-        prompt = len(self._spec.prompt_token_ids)
-        open_stream = self._received > 0
-        give_up = self._spec.deadline if open_stream else min(now + self._mesh.peer_wait, self._spec.deadline)
+        """Waits for a pair: an open stream until its deadline, as does a suspect for one without another; others
+        up to peer_wait."""
+        prompt, open_stream, suspect = len(self._spec.prompt_token_ids), self._received > 0, self._evidence.suspect
+        deadline = self._spec.deadline
+        give_up = deadline if open_stream else min(time.monotonic() + self._mesh.peer_wait, deadline)
         while True:
             try:
                 placement = self._mesh.place(
-                    self.room, prompt + self._received, avoid, self._fingerprint, whole_tokens=prompt + self._limit
+                    self.room,
+                    prompt + self._received,
+                    avoid,
+                    self._fingerprint,
+                    whole_tokens=prompt + self._limit,
+                    patient=open_stream,
+                    alone=suspect,
                 )
                 break
             except UnavailableError as exc:
-                left = give_up - time.monotonic()
+                left = (deadline if exc.reason == "SUSPECT" else give_up) - time.monotonic()
                 hopeless = exc.reason == "FINGERPRINT_MISMATCH" and not open_stream
                 if left <= 0 or hopeless or not await self._mesh.table.wait_change(left):
                     raise
+        if suspect:
+            self._gated = [row.incarnation for row in placement.rows]
+            self._mesh.gate.enter(self._gated)
         if not open_stream:
             # An open stream keeps its limit: a worker that holds less than that ends it by its own.
             limit = placement.token_limit - prompt
@@ -236,6 +278,13 @@ class Journey:
             for row in held:
                 mesh.leave(row)
 
+    def _leave_gate(self, incarnations: list[int]) -> None:
+        """Lets other suspects to these workers again."""
+        leaving = [i for i in incarnations if i in self._gated]
+        if leaving:
+            self._gated = [i for i in self._gated if i not in leaving]
+            self._mesh.release_suspect(leaving)
+
     def _request(self, placement: Placement) -> decode_service_pb2.GenerateRequest:
         options = self._spec.options
         sampling = SamplingParams(
@@ -267,7 +316,8 @@ class Journey:
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         base = (("x-request-id", self._spec.request_id),)
-        return (*base, ("traceparent", self._spec.traceparent)) if self._spec.traceparent else base
+        traceparent = self._trace.traceparent(self.room, self._spec.traceparent)
+        return (*base, ("traceparent", traceparent)) if traceparent else base
 
     async def _read(self, call: _Call, placement: Placement, held: list[RankRow], sink: Sink) -> SampleResult:
         output = self._output
@@ -317,6 +367,12 @@ class Journey:
             if placement.prefill is not None:
                 held.remove(placement.prefill)
                 self._mesh.leave(placement.prefill)
+                self._mesh.succeeded(placement.prefill.incarnation)
+                self._leave_gate([placement.prefill.incarnation])
+        elif self._received == self._since + 1:  # decode has computed
+            self._mesh.succeeded(*breaker_keys(placement))
+        if self._received + count - self._since >= CLEARED_AFTER:
+            self._leave_gate(self._gated)
         if self._received == 0:
             self._first_at = now
             self._fingerprint = placement.decode.instance.fingerprint
@@ -335,6 +391,7 @@ class Journey:
 
     def _result(self, output: OutputText, finish: Finish | None, placement: Placement) -> SampleResult:
         now = time.monotonic()
+        self._mesh.succeeded(*breaker_keys(placement))
         arrival = self._spec.arrival
         timings = {
             "placed": self._placed_at - arrival,
@@ -367,16 +424,21 @@ class Journey:
             decode_instance=placement.decode.instance.name,
         )
 
-    def _blame(self, placement: Placement, exc: PdmeshError) -> int:
-        """The incarnation that the next attempt avoids; others avoid it too when it can't be reached."""
+    def _blame(self, placement: Placement, exc: PdmeshError) -> set[int]:
+        """Notes whom a failure speaks against; returns the incarnation that the next attempt avoids."""
         prefill, decode = placement.prefill, placement.decode
-        of_prefill = prefill is not None and exc.leg in (Leg.PREFILL, Leg.TRANSFER)
-        guilty = prefill.incarnation if of_prefill and prefill is not None else decode.incarnation
-        if exc.peer_incarnation and exc.peer_incarnation in [row.incarnation for row in placement.rows]:
-            guilty = exc.peer_incarnation
-        if isinstance(exc, PeerFailedError) and exc.leg is not Leg.TRANSFER:
-            self._mesh.suspect(guilty)
-        return guilty
+        for fault in faults_of(exc, prefill.incarnation if prefill is not None else 0, decode.incarnation):
+            self._mesh.breakers.fault(fault, time.monotonic())
+        guilty = decode
+        if prefill is not None and exc.leg in (Leg.PREFILL, Leg.TRANSFER):
+            guilty = prefill
+        for row in placement.rows:
+            if row.incarnation == exc.peer_incarnation:
+                guilty = row
+        self._evidence.failed(exc, self._received - self._since, guilty.instance.name)
+        # A deadline that may be tried again was a worker's, not the request's own.
+        own = isinstance(exc, DeadlineError | InvalidRequestError) and not exc.retryable
+        return set() if own else {guilty.incarnation}
 
     def _move(self, state: str, reason: str = "") -> None:
         self._trace.move(self.room, self._attempt, state, reason)

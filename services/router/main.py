@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -21,8 +22,10 @@ from services.config import RouterConfig, service_manager
 from services.router.app import make_app
 from services.router.front import Front, ModelInfo
 from services.router.mesh import Mesh
-from services.router.metrics import RouterMetrics, WorkerFigures
+from services.router.metrics import RouterMetrics, TableFigures, WorkerFigures
 from services.router.overview import keep_history
+from services.router.placement import placeable
+from services.router.retry import RetryBudget
 from services.router.rooms import RoomRecorder
 from services.router.table import WatchedTable
 from services.router.tokenizer import RouterTokenizer
@@ -30,6 +33,8 @@ from services.runtime.addresses import dialable
 from services.runtime.channels import ChannelPool
 from services.runtime.security import Security
 from services.runtime.tasks import Stop, TaskOwner
+from services.runtime.telemetry import LoopLagMonitor
+from services.runtime.telemetry.tracing import start_tracing
 from services.runtime.tls import HttpTls
 from services.wire.bootstrap import WatchedService
 from services.worker.roster import RosterWatcher
@@ -75,11 +80,14 @@ async def run(config: RouterConfig, stop: Stop, on_ready: Callable[[dict[str, An
     port: int = listener.getsockname()[1]
     pool = ChannelPool(config.connect_timeout, security=security)
     reachable = f"{'' if tls is None else 'https://'}{dialable(config.host, config.advertise_host)}:{port}"
-    me = WatchedService(name="router", pid=os.getpid(), host=socket.gethostname(), http_endpoint=reachable)
+    me = WatchedService(
+        "router", os.getpid(), socket.gethostname(), http_endpoint=reachable, metrics_endpoint=reachable
+    )
     watcher = RosterWatcher(config.bootstrap, me, pool)
     table = WatchedTable(watcher.roster)
     watcher.on_change(table.notify)
-    metrics = RouterMetrics()
+    lag = LoopLagMonitor()
+    metrics = RouterMetrics(lag)
     figures = WorkerFigures(table.rows, pool)
     metrics.registry.register(figures)
     recorder = RoomRecorder(pool, config.bootstrap)
@@ -93,14 +101,21 @@ async def run(config: RouterConfig, stop: Stop, on_ready: Callable[[dict[str, An
         metrics=metrics,
         max_attempts=config.max_attempts,
         peer_wait=config.peer_wait,
+        # The burst lets every request in flight lose its worker twice in a row.
+        budget=RetryBudget(share=config.retry_share, floor=config.retry_floor, burst=2.0 * config.max_in_flight),
     )
     front = Front(config, tokenizer, model, mesh, figures)
+    metrics.registry.register(TableFigures(watcher.roster, partial(_ready, mesh), mesh.live.states))
+    tracing = start_tracing(config.otlp_endpoint, config.trace_sample_ratio, "router", reachable)
+    front.traces.tracer = tracing
     server = _Server(_uvicorn_config(config, front, tls))
     tasks = TaskOwner("router", on_error=lambda name, exc: stop.request_now())
     try:
         watcher.start()
         tasks.spawn(security.watch(), "key files")
         tasks.spawn(recorder.run(), "rooms")
+        tasks.spawn(lag.run(), "loop lag")
+        tasks.spawn(mesh.prober.run(), "breakers")
         if config.serves_console:
             tasks.spawn(keep_history(front), "history")
         if not await watcher.wait_synced(_SYNC_TIMEOUT):
@@ -117,6 +132,8 @@ async def run(config: RouterConfig, stop: Stop, on_ready: Callable[[dict[str, An
         await front.tasks.close()
         await tasks.close()
         await watcher.close()
+        if tracing is not None:
+            await tracing.close()
         try:
             async with asyncio.timeout(_FLUSH_TIMEOUT):
                 await recorder.flush()
@@ -125,6 +142,10 @@ async def run(config: RouterConfig, stop: Stop, on_ready: Callable[[dict[str, An
         await pool.close()
         tokenizer.close()
         listener.close()
+
+
+def _ready(mesh: Mesh) -> bool:
+    return bool(placeable(mesh.table.rows(), mesh.digest))
 
 
 async def _stop_in_stages(server: _Server, front: Front, stop: Stop) -> None:

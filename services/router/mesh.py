@@ -7,17 +7,20 @@ import time
 from collections import Counter
 
 from services.config import PlacementPolicy
+from services.router.breaker import Breakers, Key
 from services.router.history import History
 from services.router.live import LiveRequests
 from services.router.metrics import RouterMetrics
 from services.router.placement import Placement, Signals, choose
+from services.router.poison import Convicted, SuspectGate
+from services.router.probe import Prober
+from services.router.retry import RetryBudget
+from services.router.retry_metrics import RetryMetrics
 from services.router.rooms import RoomRecorder
 from services.router.table import WatchedTable
 from services.router.tokenizer import RouterTokenizer
 from services.runtime.channels import ChannelPool
 from services.wire.bootstrap import RankRow
-
-_SUSPECT_SECONDS = 3.0
 
 
 class Mesh:
@@ -35,6 +38,7 @@ class Mesh:
         metrics: RouterMetrics,
         max_attempts: int = 5,
         peer_wait: float = 1.0,
+        budget: RetryBudget | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self.table, self.pool, self.tokenizer, self.digest = table, pool, tokenizer, digest
@@ -44,33 +48,54 @@ class Mesh:
         self.live = LiveRequests()
         self.history = History()
         self.in_flight: Counter[int] = Counter()
-        self._suspects: dict[int, float] = {}
         self._turn = 0
+        self.breakers = Breakers()
+        self.prober = Prober(self.breakers, table, pool)
+        self.budget = budget or RetryBudget()
+        self.gate, self.convicted = SuspectGate(), Convicted()
+        self.retry_metrics = RetryMetrics(metrics.registry, table.rows, self.breakers)
 
     def place(
-        self, room: int, prompt_tokens: int, avoid: set[int], fingerprint: str, *, whole_tokens: int = 0
+        self,
+        room: int,
+        prompt_tokens: int,
+        avoid: set[int],
+        fingerprint: str,
+        *,
+        whole_tokens: int = 0,
+        patient: bool = False,
+        alone: bool = False,
     ) -> Placement:
-        """Raises UnavailableError or ContextLengthError; see placement.choose."""
+        """Raises UnavailableError or ContextLengthError; see placement.choose. `alone` keeps away from workers
+        that have a suspect."""
         now = time.monotonic()
-        for incarnation in [i for i, until in self._suspects.items() if until <= now]:
-            del self._suspects[incarnation]
         self._turn += 1
-        return choose(
+        barred = frozenset(self.gate.held) if alone else frozenset[int]()
+        placement = choose(
             self.policy,
             room,
             self.table.rows(),
             tokenizer_digest=self.digest,
             turn=self._turn - 1,
             rng=self.rng,
-            signals=Signals(self.in_flight, avoid | self._suspects.keys()),
+            signals=Signals(self.in_flight, avoid, self.breakers.blocked(now), barred),
             prompt_tokens=prompt_tokens,
             whole_tokens=whole_tokens,
             fingerprint=fingerprint,
+            patient=patient,
         )
+        self.breakers.begin_trials(breaker_keys(placement), now)
+        return placement
 
-    def suspect(self, incarnation: int) -> None:
-        """New samples avoid this worker for a moment: its connection failed, the table will say more."""
-        self._suspects[incarnation] = time.monotonic() + _SUSPECT_SECONDS
+    def succeeded(self, *keys: Key) -> None:
+        """A request has succeeded there; those that wait for a closed breaker look again."""
+        if self.breakers.success(*keys):
+            self.table.notify()
+
+    def release_suspect(self, incarnations: list[int]) -> None:
+        """A suspect has left these workers; those that wait for their turn look again."""
+        self.gate.leave(incarnations)
+        self.table.notify()
 
     def enter(self, row: RankRow) -> None:
         """One more sample is with that worker."""
@@ -81,3 +106,12 @@ class Mesh:
         self.in_flight[row.incarnation] -= 1
         if self.in_flight[row.incarnation] <= 0:
             del self.in_flight[row.incarnation]
+
+
+def breaker_keys(placement: Placement) -> tuple[Key, ...]:
+    """The breakers that a request of this placement passes."""
+    decode = placement.decode.incarnation
+    if placement.prefill is None:
+        return (decode,)
+    prefill = placement.prefill.incarnation
+    return (decode, prefill, (prefill, decode))

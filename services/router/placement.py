@@ -1,17 +1,20 @@
 """Which workers a sample goes to. Pure: rows in, a placement out.
 
-    leaders of one tokenizer ─▶ that hold the request ─▶ READY before LOST, untroubled before avoided
+    leaders of one tokenizer ─▶ that hold the request ─▶ the best rank there is
         ─▶ a decode (or MIXED) row by policy ─▶ a prefill row of its fingerprint by policy
 
-A MIXED row serves alone. `avoid` holds incarnations that failed this request or look dead: they are taken
-only when there is nobody else of the same state.
+A MIXED row serves alone. A rank is the sum of what speaks against a row, so that the worse is taken only
+where there is nobody better:
+
+    1  avoided: it has failed this very request        4  LOST: its lease has lapsed
+    2  it holds less than the whole request may need   8  its breaker, or its pair's, is open
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 import msgspec
 
@@ -23,6 +26,7 @@ from services.wire.bootstrap import RankRow, differing_parts
 
 _RETRY_AFTER = 2.0
 _STATES = (MembershipState.READY, MembershipState.LOST)
+_AVOIDED, _SHORT, _LOST, _BROKEN = 1, 2, 4, 8
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -43,10 +47,13 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class Signals(msgspec.Struct, frozen=True):
-    """What the router knows beside the table: its own samples in flight per incarnation, whom to avoid."""
+    """What the router knows beside the table: its own samples in flight per incarnation, whom to avoid, which
+    breakers are open (of an incarnation, or of a (prefill, decode) pair), and who is no choice at all."""
 
     in_flight: Mapping[int, int] = {}
     avoid: Collection[int] = frozenset()
+    broken: Collection[Hashable] = frozenset()
+    barred: Collection[int] = frozenset()
 
 
 _NO_SIGNALS = Signals()
@@ -70,13 +77,15 @@ def choose(
     prompt_tokens: int = 0,
     whole_tokens: int = 0,
     fingerprint: str = "",
+    patient: bool = False,
 ) -> Placement:
     """Returns where an attempt of `room` runs. `turn` counts calls, for round_robin. `prompt_tokens` are those
     that must be held with one more; rows that hold `whole_tokens` are preferred. `fingerprint`, when set, is
     the one that an earlier attempt ran under.
 
     Raises UnavailableError when no pair can be formed: it names what is missing, or the fingerprint part
-    that differs (`field`). Raises ContextLengthError when no pair that there is holds prompt_tokens + 1.
+    that differs (`field`); `patient` callers also get it (BREAKER_OPEN) rather than a row whose breaker is open.
+    Raises ContextLengthError when no pair that there is holds prompt_tokens + 1.
     """
     usable = [r for r in rows if r.is_leader and r.state in _STATES and r.instance.tokenizer_digest == tokenizer_digest]
     if fingerprint:
@@ -87,28 +96,71 @@ def choose(
         if known:
             raise _too_long(prompt_tokens, max(_pair_limit(d, ps) for d, ps in known))
         raise _nobody(rows, tokenizer_digest)
-
-    def rank(row: RankRow) -> int:
-        short = row_limit(row) < whole_tokens
-        return 4 * _STATES.index(row.state) + 2 * short + (row.incarnation in signals.avoid)
-
-    def pair_rank(decode: RankRow, prefills: list[RankRow]) -> tuple[int, int]:
-        ranks = (rank(decode), min(map(rank, prefills), default=0))
-        return max(ranks), sum(ranks)
-
-    best = min(pair_rank(d, ps) for d, ps in pairs)
-    partners = {d.incarnation: ps for d, ps in pairs if pair_rank(d, ps) == best}
-    decodes = [d for d, ps in pairs if pair_rank(d, ps) == best]
+    if signals.barred:
+        pairs = _unbarred(pairs, signals.barred)
+        if not pairs:
+            raise UnavailableError(
+                "all workers have a suspect of a crash", leg=Leg.ROUTER, reason="SUSPECT", retry_after=_RETRY_AFTER
+            )
+    ranks = _Ranks(signals, whole_tokens)
+    ranked = [(ranks.of_pair(d, ps), d) for d, ps in pairs]
+    best = min(rank for rank, _ in ranked)
+    if patient and max(best) >= _BROKEN:
+        raise UnavailableError(
+            "the breakers of all workers are open", leg=Leg.ROUTER, reason="BREAKER_OPEN", retry_after=_RETRY_AFTER
+        )
+    decodes = [d for rank, d in ranked if rank == best]
     decode = _pick(policy, room, decodes, turn, rng, signals)
-    prefills = partners[decode.incarnation]
+    prefills = next(ps for d, ps in pairs if d is decode)
     if not prefills:
         return Placement(decode)
-    least = min(map(rank, prefills))
-    prefills = [p for p in prefills if rank(p) == least]
+    prefills = ranks.best_prefills(decode, prefills)
     if math.gcd(len(decodes), len(prefills)) > 1:
         # One common turn would always form the same pairs: shift by one whenever they have all been formed.
         turn += turn // math.lcm(len(decodes), len(prefills))
     return Placement(decode, _pick(policy, room, prefills, turn, rng, signals))
+
+
+class _Ranks:
+    """What speaks against rows and pairs, for one request."""
+
+    def __init__(self, signals: Signals, whole_tokens: int) -> None:
+        self._signals, self._whole = signals, whole_tokens
+        self._pairs_broken = any(isinstance(key, tuple) for key in signals.broken)
+        self._least: dict[int, int] = {}
+        """The best prefill's rank, by id of a list that several decode rows share."""
+
+    def of(self, row: RankRow) -> int:
+        """The rank of one row."""
+        signals, incarnation = self._signals, row.incarnation
+        return (
+            _AVOIDED * (incarnation in signals.avoid)
+            + _SHORT * (row_limit(row) < self._whole)
+            + _LOST * (row.state is MembershipState.LOST)
+            + _BROKEN * (incarnation in signals.broken)
+        )
+
+    def _of_prefill(self, decode: RankRow, prefill: RankRow) -> int:
+        rank = self.of(prefill)
+        if rank < _BROKEN and self._pairs_broken and (prefill.incarnation, decode.incarnation) in self._signals.broken:
+            rank += _BROKEN
+        return rank
+
+    def of_pair(self, decode: RankRow, prefills: list[RankRow]) -> tuple[int, int]:
+        """The worse of both, then their sum."""
+        if self._pairs_broken:
+            least = min((self._of_prefill(decode, p) for p in prefills), default=0)
+        else:
+            found = self._least.get(id(prefills))
+            least = min(map(self.of, prefills), default=0) if found is None else found
+            self._least[id(prefills)] = least
+        own = self.of(decode)
+        return max(own, least), own + least
+
+    def best_prefills(self, decode: RankRow, prefills: list[RankRow]) -> list[RankRow]:
+        """Those of the least rank beside this decode row."""
+        ranks = [self._of_prefill(decode, p) for p in prefills]
+        return [p for p, rank in zip(prefills, ranks, strict=True) if rank == min(ranks)]
 
 
 def placeable(rows: Sequence[RankRow], tokenizer_digest: str) -> bool:
@@ -128,21 +180,27 @@ def largest_limit(rows: Sequence[RankRow], tokenizer_digest: str) -> int:
 
 
 def _partners(usable: Sequence[RankRow], prompt_tokens: int) -> list[tuple[RankRow, list[RankRow]]]:
-    """Rows that can generate, each with the prefill rows it may use (none for MIXED)."""
+    """Rows that can generate, each with the prefill rows it may use (none for MIXED). Decode rows of one
+    fingerprint share one list."""
     fitting = [r for r in usable if row_limit(r) > prompt_tokens]
+    prefills: dict[str, list[RankRow]] = {}
+    for row in fitting:
+        if row.instance.role is Role.PREFILL:
+            prefills.setdefault(row.instance.fingerprint, []).append(row)
     out: list[tuple[RankRow, list[RankRow]]] = []
     for row in fitting:
         if row.instance.role is Role.MIXED:
             out.append((row, []))
-        elif row.instance.role is Role.DECODE:
-            prefills = [
-                p
-                for p in fitting
-                if p.instance.role is Role.PREFILL and p.instance.fingerprint == row.instance.fingerprint
-            ]
-            if prefills:
-                out.append((row, prefills))
+        elif row.instance.role is Role.DECODE and row.instance.fingerprint in prefills:
+            out.append((row, prefills[row.instance.fingerprint]))
     return out
+
+
+def _unbarred(
+    pairs: Sequence[tuple[RankRow, list[RankRow]]], barred: Collection[int]
+) -> list[tuple[RankRow, list[RankRow]]]:
+    left = [(d, [p for p in ps if p.incarnation not in barred], bool(ps)) for d, ps in pairs]
+    return [(d, ps) for d, ps, needs in left if d.incarnation not in barred and (ps or not needs)]
 
 
 def _pair_limit(decode: RankRow, prefills: Sequence[RankRow]) -> int:

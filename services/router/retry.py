@@ -64,3 +64,41 @@ def backoff(fruitless: int, rng: random.Random) -> float:
     """Seconds to wait after `fruitless` attempts in a row without a new token, at least one."""
     longest = min(FIRST_WAIT * 2.0 ** min(max(fruitless, 1) - 1, 30), LONGEST_WAIT)
     return rng.uniform(longest / 2, longest)
+
+
+class RetryBudget:
+    """A token bucket for attempts that follow a failure before token 1: retries must not be what keeps a fleet
+    down. Each request earns `share` of a token and each second `floor`, up to `burst`; a retry takes one.
+
+    The burst holds what one worker's death can cost. Free: what was handed back, and refusals that a stale
+    table explains (another incarnation, DRAINING, JOINING), which a rolling upgrade brings to every request.
+    Free too are the resumes of open streams, which their client has paid for: backoff() alone paces them.
+    """
+
+    def __init__(self, *, share: float = 0.2, floor: float = 10.0, burst: float = 512.0) -> None:
+        self._share, self._floor, self._burst = share, floor, burst
+        self._tokens, self._at = burst, float("-inf")
+
+    @property
+    def tokens(self) -> float:
+        """Retries that may be made at once."""
+        return self._tokens
+
+    def request(self) -> None:
+        """One request came."""
+        self._tokens = min(self._tokens + self._share, self._burst)
+
+    def take(self, now: float) -> bool:
+        """Takes a token; False when there is none."""
+        earned = self._floor * (now - self._at) if now > self._at > float("-inf") else 0.0
+        self._tokens = min(self._tokens + earned, self._burst)
+        self._at = max(now, self._at)
+        if self._tokens < 1.0:
+            return False
+        self._tokens -= 1.0
+        return True
+
+
+def charged(exc: PdmeshError) -> bool:
+    """True when an attempt after `exc` takes from the budget."""
+    return not (handed_back(exc) or isinstance(exc, FencedError) or exc.reason in ("DRAINING", "JOINING", "STARTING"))

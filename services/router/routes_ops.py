@@ -13,6 +13,7 @@ from starlette.responses import Response
 from engine_core.types.errors import Leg, NotFoundError, UnavailableError
 from services.router.front import Front
 from services.router.http import error_response, json_response
+from services.router.mesh import Mesh
 from services.router.metrics import CONTENT_TYPE
 from services.router.placement import placeable
 from services.wire.bootstrap import RankRow
@@ -52,7 +53,7 @@ def ops_routes(front: Front) -> APIRouter:
                 "revision": None if revision is None else msgspec.structs.asdict(revision),
                 "synced": roster.synced,
                 "in_contact": roster.in_contact,
-                "workers": [_worker(row, front.mesh.in_flight[row.incarnation]) for row in roster.rows()],
+                "workers": [_worker(row, front.mesh) for row in roster.rows()],
             }
         )
 
@@ -79,7 +80,7 @@ def ops_routes(front: Front) -> APIRouter:
     return router
 
 
-def _worker(row: RankRow, own: int) -> dict[str, Any]:
+def _worker(row: RankRow, mesh: Mesh) -> dict[str, Any]:
     spec, load = row.instance, row.load
     return {
         "instance": spec.name,
@@ -96,5 +97,6 @@ def _worker(row: RankRow, own: int) -> dict[str, Any]:
         "max_model_len": spec.max_model_len,
         "load": {"running": load.running, "queued": load.queued, "queued_tokens": load.queued_tokens},
         "kv": msgspec.structs.asdict(load.kv),
-        "in_flight": own,
+        "in_flight": mesh.in_flight[row.incarnation],
+        "breaker": mesh.breakers.state(row.incarnation).value,
     }

@@ -102,13 +102,20 @@ class FakeDecode(decode_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerServic
 
     async def start(self) -> None:
         """Listens on a free port of loopback."""
+        await self._listen("127.0.0.1:0")
 
+    async def _listen(self, address: str) -> None:
         def add(server: grpc.aio.Server) -> None:
             decode_grpc.add_DecodeServiceServicer_to_server(self, server)
             worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
 
-        self._server = await GrpcServer.start("127.0.0.1:0", add, ["pdmesh.decode.v1.DecodeService"], leg=Leg.DECODE)
+        self._server = await GrpcServer.start(address, add, ["pdmesh.decode.v1.DecodeService"], leg=Leg.DECODE)
+        await self._server.set_serving(True)
         self.endpoint = self._server.endpoint
+
+    async def start_again(self) -> None:
+        """Listens where it did."""
+        await self._listen(self.endpoint)
 
     async def stop(self) -> None:
         """Cuts all streams."""

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from engine_core.types.errors import CancelledSessionError, PdmeshError
 from services.router.console.routes import console_routes
+from services.router.discovery import discovery_routes
 from services.router.front import Front
 from services.router.http import RequestIds, as_pdmesh_error, error_response, json_response
 from services.router.openai_schema import (
@@ -33,7 +34,7 @@ _COUNTED = frozenset({"/v1/completions", "/v1/chat/completions", "/generate"})
 def make_app(front: Front) -> FastAPI:
     """Builds the application over one front."""
     app = FastAPI(title="pdmesh", version=metadata.version("pdmesh"), docs_url=None, redoc_url=None)
-    for routes in (openai_routes, native_routes, ops_routes):
+    for routes in (openai_routes, native_routes, ops_routes, discovery_routes):
         app.include_router(routes(front))
     if front.config.serves_console:
         app.include_router(console_routes(front))

@@ -26,6 +26,7 @@ from engine_core.types.errors import (
     UnavailableError,
 )
 from services.config import RouterConfig
+from services.router.access import log_access
 from services.router.admission import NO_LIMIT, Admission, Demand, Room, Ticket, room_of
 from services.router.http import as_pdmesh_error, error_status
 from services.router.journey import Delta, Journey, SampleResult, SampleSpec, Sink, derive_seed
@@ -35,7 +36,7 @@ from services.router.openai_schema import Prompt
 from services.router.options import GenerationOptions, SamplingDefaults
 from services.router.placement import largest_limit
 from services.router.tokenizer import RouterTokenizer, read_json
-from services.router.trace import TraceRing
+from services.router.trace import Trace, TraceRing
 from services.runtime.tasks import TaskOwner
 
 _FIRST_GUESS = 128.0
@@ -80,6 +81,8 @@ class Submission(msgspec.Struct, frozen=True):
     traceparent: str = ""
     client: str = ""
     """Whom it is from, for fair queueing."""
+    timings: bool = False
+    """True when the client asks where the time goes."""
 
     @property
     def samples(self) -> int:
@@ -108,6 +111,7 @@ class Front:
         self._on_table()
         self.metrics.watch_admission(lambda: self.admission.in_flight, lambda: self.admission.queued)
         self.traces = TraceRing()
+        self.traces.observe = self.metrics.left_state
         self.tasks = TaskOwner("http")
         self.draining = False
 
@@ -199,9 +203,15 @@ class Front:
         prefix in the workers' caches.
         """
         self.check_samples(submission)
+        with self.traces.follow(
+            submission.request_id, submission.arrival, submission.traceparent, submission.path
+        ) as trace:
+            trace.results = results = await self._run(submission, sink_of, trace)
+            return results
+
+    async def _run(self, submission: Submission, sink_of: SinkOf, trace: Trace) -> list[SampleResult]:
         arrival_ms = int((time.time() - (time.monotonic() - submission.arrival)) * 1000)
         seed = submission.options.seed
-        trace = self.traces.open(submission.request_id)
         ticket = self.admission.admit(submission.samples, submission.client)
         try:
             runs = []
@@ -275,6 +285,14 @@ class Front:
         how = _end_of(failure, started=started)
         self.metrics.requests.labels(path, how).inc()
         self.mesh.history.end(how)
+        log_access(path, _status_of(failure, how, started=started), how)
+
+
+def _status_of(failure: BaseException | None, how: str, *, started: bool) -> int:
+    """The HTTP status that was sent; 499 when there was nobody to send it to."""
+    if failure is None or started:
+        return 200
+    return 499 if how == "cancelled" else error_status(as_pdmesh_error(failure))
 
 
 def _end_of(failure: BaseException | None, *, started: bool) -> str:

@@ -32,6 +32,7 @@ from engine_core.types.errors import (
 from services.router.json_body import short
 from services.runtime.errors import http_status
 from services.runtime.tasks import TaskOwner
+from services.runtime.telemetry import bind_log_fields
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -147,6 +148,11 @@ def traceparent_of(request: Request) -> str:
     return given if _TRACEPARENT.fullmatch(given) else ""
 
 
+def wants_timings(request: Request) -> bool:
+    """True when the client asks where the time goes: `x-pdmesh-timings: 1`."""
+    return request.headers.get("x-pdmesh-timings", "").strip().lower() in ("1", "true", "yes")
+
+
 class RequestIds:
     """ASGI middleware: takes over or mints x-request-id, and echoes it on every response."""
 
@@ -161,6 +167,7 @@ class RequestIds:
         given = next((v for k, v in scope["headers"] if k == b"x-request-id"), b"").decode("latin-1")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope["pdmesh.request_id"] = request_id
+        bind_log_fields(request_id=request_id)
         header = (b"x-request-id", request_id.encode())
 
         async def send_with_id(message: Message) -> None:

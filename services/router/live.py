@@ -104,6 +104,10 @@ class LiveRequests:
     def __len__(self) -> int:
         return len(self._open)
 
+    def states(self) -> list[str]:
+        """The states of all samples under way."""
+        return [entry.sample.progress().state for entry in self._open.values()]
+
     def rows(self, limit: int) -> list[dict[str, Any]]:
         """The oldest `limit` samples under way as plain data; times in seconds."""
         now = self._clock()

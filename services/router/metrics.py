@@ -1,42 +1,48 @@
 """Prometheus metrics of the router, in a registry of their own.
 
-The router counts its own requests. Figures of workers (KV blocks, transfers) are asked from them when
-/metrics is read, at most every two seconds, so that one scrape target shows the whole mesh.
+The router counts its own requests. Some figures of workers (KV blocks, transfers) are asked from them when
+/metrics is read, at most every two seconds, so that one scrape target shows the whole mesh; all else workers tell
+themselves, at the addresses that /sd lists.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Sequence
 
 import grpc
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from engine_core.lifecycle.membership import MembershipState
 from engine_core.types.kv import KvUsage
+from engine_core.types.request import Role
 from pdmesh.common.v1 import worker_pb2, worker_pb2_grpc
 from services.runtime.channels import ChannelPool
+from services.runtime.telemetry import LoopLagMonitor
+from services.runtime.telemetry.exposition import CONTENT_TYPE as CONTENT_TYPE
+from services.runtime.telemetry.exposition import service_registry
 from services.wire.bootstrap import RankRow
 from services.wire.common import usage_from_proto
+from services.worker.roster import Roster
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-_E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_E2E_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _STATES = ("free", "used", "cached", "pinned", "quarantined")
 _ASK_TIMEOUT = 1.0
 _FRESH_SECONDS = 2.0
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class RouterMetrics:
     """All that the router counts itself."""
 
-    def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
+    def __init__(self, lag: LoopLagMonitor | None = None) -> None:
+        self.registry = registry = service_registry("router", lag or LoopLagMonitor())
         name = "pdmesh_router"
         self.requests = Counter(f"{name}_requests", "HTTP requests by path and end", ["path", "end"], registry=registry)
         self.samples = Counter(
@@ -66,6 +72,13 @@ class RouterMetrics:
         self.e2e = Histogram(
             f"{name}_request_seconds", "From arrival to the end of a sample", buckets=_E2E_BUCKETS, registry=registry
         )
+        self._stages = Histogram(
+            f"{name}_stage_seconds",
+            "Time that a sample spent in a state at the router, before it moved on",
+            ["state"],
+            buckets=_E2E_BUCKETS,
+            registry=registry,
+        )
         self._in_flight = Gauge(f"{name}_in_flight", "Samples that are served now", registry=registry)
         self._queued = Gauge(f"{name}_queued", "Samples that wait for a slot", registry=registry)
 
@@ -73,6 +86,10 @@ class RouterMetrics:
         """Reads both gauges from their owner."""
         self._in_flight.set_function(in_flight)
         self._queued.set_function(queued)
+
+    def left_state(self, state: str, seconds: float) -> None:
+        """A sample was in `state` for so long. There are a dozen states."""
+        self._stages.labels(state).observe(seconds)
 
     def render(self) -> bytes:
         """The text format of Prometheus."""
@@ -137,13 +154,13 @@ class WorkerFigures(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yields the families; called by the registry."""
-        labels = ["instance", "role", "dp"]
+        labels = ["worker", "role", "dp"]
         up = GaugeMetricFamily("pdmesh_worker_up", "1 when the worker answered", labels=labels)
         running = GaugeMetricFamily("pdmesh_worker_running", "Requests in the running batch", labels=labels)
         queued = GaugeMetricFamily("pdmesh_worker_queued", "Requests that wait", labels=labels)
         sessions = GaugeMetricFamily("pdmesh_worker_sessions", "Sessions that are not quiet", labels=labels)
         blocks = GaugeMetricFamily("pdmesh_kv_blocks", "KV blocks by state", labels=[*labels, "state"])
-        pair_labels = ["instance", "peer", "transport"]
+        pair_labels = ["worker", "peer", "transport"]
         moved = CounterMetricFamily("pdmesh_transfer_bytes", "KV bytes moved", labels=pair_labels)
         seconds = CounterMetricFamily("pdmesh_transfer_seconds", "Seconds spent moving KV", labels=pair_labels)
         failures = CounterMetricFamily("pdmesh_transfer_failures", "Pushes that failed", labels=pair_labels)
@@ -172,3 +189,40 @@ def _merged(pairs: Iterable[_Pair]) -> tuple[_Pair, ...]:
             p = _Pair(p.peer, p.transport, old.bytes + p.bytes, old.seconds + p.seconds, old.failures + p.failures)
         found[p.peer, p.transport] = p
     return tuple(found.values())
+
+
+class TableFigures(Collector):
+    """What this router sees of the mesh: the rank table, contact with Bootstrap, and samples by state."""
+
+    def __init__(self, roster: Roster, ready: Callable[[], bool], states: Callable[[], Iterable[str]]) -> None:
+        self._roster, self._ready, self._states = roster, ready, states
+
+    def collect(self) -> Iterable[Metric]:
+        """Yields the families; called by the registry."""
+        roster = self._roster
+        rows = Counts((row.instance.role.value, row.state.value) for row in roster.rows())
+        workers = GaugeMetricFamily(
+            "pdmesh_router_workers", "Rows of the rank table as seen here", labels=["role", "state"]
+        )
+        for role in Role:
+            for state in MembershipState:
+                if state is not MembershipState.LEFT:
+                    workers.add_metric([role.value, state.value], rows[role.value, state.value])
+        live = GaugeMetricFamily("pdmesh_router_samples_now", "Samples under way by state", labels=["state"])
+        for name, count in sorted(Counts(self._states()).items()):
+            live.add_metric([name], count)
+        revision = roster.revision
+        return (
+            workers,
+            live,
+            GaugeMetricFamily(
+                "pdmesh_router_ready", "1 while a request could be placed", value=float(self._ready())
+            ),
+            GaugeMetricFamily(
+                "pdmesh_router_bootstrap_contact", "1 while a Bootstrap is heard", value=float(roster.in_contact)
+            ),
+            GaugeMetricFamily(
+                "pdmesh_router_table_revision", "Changes of the rank table as seen here",
+                value=0 if revision is None else revision.n,
+            ),
+        )  # fmt: skip

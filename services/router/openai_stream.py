@@ -7,13 +7,16 @@ text. `token_ids` and `prompt_token_ids` appear where vLLM has them, when asked 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import orjson
 
 from services.router.journey import SampleResult
+
+TimingsOf = Callable[[int, SampleResult], dict[str, Any]]
+"""Where the time of a choice went."""
 
 
 class Usage(msgspec.Struct):
@@ -50,9 +53,11 @@ class Reply:
         token_ids: bool,
         include_usage: bool,
         continuous_usage: bool,
+        timings: TimingsOf | None = None,
     ) -> None:
         self._prompts, self._n, self._token_ids = prompts, n, token_ids
         self._include_usage, self._continuous = include_usage, continuous_usage
+        self._timings = timings
         self._head = {
             "id": self.prefix + request_id,
             "object": self.whole,
@@ -69,6 +74,8 @@ class Reply:
         """The reply to a request that does not stream."""
         choices = [self._choice(i, t, r) for i, (t, r) in enumerate(zip(texts, results, strict=True))]
         body = {**self._head, "choices": choices, "usage": self.usage(results).as_json()}
+        if self._timings is not None:
+            body["pdmesh_timings"] = [self._timings(i, result) for i, result in enumerate(results)]
         return {**body, **self._prompt_of_whole()}
 
     def usage(self, results: Sequence[SampleResult]) -> Usage:
@@ -110,7 +117,10 @@ class Reply:
         """The last chunk of a choice: what is left of its text, and why it ended."""
         self._count(index, token_ids)
         extra = b',"stop_reason":' + orjson.dumps(result.stop_reason) + self._ids(token_ids)
-        return self._chunk(index, self._last_text(text), orjson.dumps(result.finish_reason), extra)
+        tail = b""
+        if self._timings is not None:
+            tail = b',"pdmesh_timings":' + orjson.dumps([self._timings(index, result)])
+        return self._chunk(index, self._last_text(text), orjson.dumps(result.finish_reason), extra, tail)
 
     def end(self, results: Sequence[SampleResult]) -> bytes:
         """The usage chunk, when asked for, and [DONE]."""

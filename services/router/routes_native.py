@@ -21,11 +21,13 @@ from services.router.http import (
     request_id_of,
     traceparent_of,
     until_disconnect,
+    wants_timings,
 )
 from services.router.journey import Delta, SampleResult
 from services.router.openai_schema import DetokenizeRequest, GenerateRequest, TokenizeRequest, parse_request
 from services.router.options import options_of
 from services.router.routes_openai import body_of
+from services.router.trace import timings_of
 
 _GENERATE_TOKENS = 128
 
@@ -54,6 +56,7 @@ def native_routes(front: Front) -> APIRouter:
             arrival=arrival,
             traceparent=traceparent_of(request),
             client=client_of(request, asked.user),
+            timings=wants_timings(request),
         )
         if not options.stream:
             body = await until_disconnect(request.receive, _whole(front, submission), front.tasks)
@@ -125,6 +128,7 @@ async def _whole(front: Front, submission: Submission) -> dict[str, Any]:
 
 
 def _result(submission: Submission, text: str, result: SampleResult) -> dict[str, Any]:
+    more = {"pdmesh_timings": [timings_of(0, result)]} if submission.timings else {}
     return {
         "request_id": submission.request_id,
         "bootstrap_room": result.room,
@@ -143,4 +147,5 @@ def _result(submission: Submission, text: str, result: SampleResult) -> dict[str
         "transport": result.transport,
         "prefill_instance": result.prefill_instance,
         "decode_instance": result.decode_instance,
+        **more,
     }

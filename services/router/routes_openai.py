@@ -19,11 +19,13 @@ from services.router.http import (
     request_id_of,
     traceparent_of,
     until_disconnect,
+    wants_timings,
 )
 from services.router.journey import Delta, Sink
 from services.router.openai_schema import ChatRequest, CompletionRequest, parse_request
 from services.router.openai_stream import ChatReply, Reply
 from services.router.options import GenerationOptions, options_of
+from services.router.trace import timings_of
 
 _COMPLETION_TOKENS = 16
 """OpenAI's limit for completions when a client names none."""
@@ -109,6 +111,7 @@ def _submission(
         arrival=arrival,
         traceparent=traceparent_of(request),
         client=client_of(request, user),
+        timings=wants_timings(request),
     )
 
 
@@ -122,6 +125,7 @@ def _reply(kind: type[Reply], submission: Submission, model: str) -> Reply:
         token_ids=options.return_token_ids,
         include_usage=options.include_usage,
         continuous_usage=options.continuous_usage,
+        timings=timings_of if submission.timings else None,
     )
 
 

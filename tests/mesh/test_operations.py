@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdmesh.common.v1 import worker_pb2, worker_pb2_grpc
 from tests.mesh.conftest import BLOCK_BYTES, Scripted, Served
-from tests.support.asking import random_prompt, until_async
+from tests.support.asking import TIMEOUT, random_prompt, until_async
 from tests.support.mesh import Mesh
 from tests.support.reflected import Reflected
 
@@ -69,6 +69,7 @@ def parent_of(pid: int) -> int:
 
 async def test_status_as_json(llama: Served) -> None:
     mesh = llama.mesh
+    before = {rank["instance"]: rank["pairs"] for rank in await mesh.quiet()}
     for turn in (1, 2):  # one request over each prefill worker, of five blocks
         await llama.asker.generate(random_prompt(80, turn), max_tokens=4)
     await mesh.quiet()
@@ -107,8 +108,11 @@ async def test_status_as_json(llama: Served) -> None:
     for name, transport in (("prefill-0", "shm"), ("prefill-1", "tcp")):
         (pair,) = ranks[name]["pairs"]
         assert (pair["peer_instance"], pair["peer_incarnation"]) == ("decode-0", ranks["decode-0"]["incarnation"])
-        assert (pair["transport"], pair["up"]) == (transport, True) and type(pair["failures"]) is int
-        assert pair["bytes"] >= 5 * BLOCK_BYTES and pair["bytes"] % BLOCK_BYTES == 0 and pair["seconds"] > 0
+        assert (pair["transport"], pair["up"]) == (transport, True)
+        # What other tests have cancelled counts as failed, and may have moved parts of blocks.
+        earlier = before[name][0] if before[name] else {"failures": 0, "bytes": 0, "seconds": 0.0}
+        assert pair["failures"] == earlier["failures"] and pair["seconds"] > earlier["seconds"]
+        assert pair["bytes"] == earlier["bytes"] + 5 * BLOCK_BYTES
         assert pair["reason"].startswith(f"{transport}: ")
     assert {p["peer_instance"]: p["transport"] for p in ranks["decode-0"]["pairs"]} == {
         "prefill-0": "shm",
@@ -166,12 +170,15 @@ def when(moves: list[dict[str, Any]], process: str, machine: str, state: str) ->
 
 async def test_explain_a_finished_request(llama: Served) -> None:
     answer = await llama.asker.generate(random_prompt(100, 5), max_tokens=6, ignore_eos=True)
-    for _ in range(10):  # routers record their rooms once a second
+    timeline: dict[str, Any] = {}
+
+    async def recorded() -> bool:  # routers do so once a second
         code, out, err = await pdmesh(llama.mesh, "explain", answer.request_id, "--json")
         assert (code, err) == (0, "")
-        timeline = json.loads(out)
-        if timeline["routes"]:
-            break
+        timeline.update(json.loads(out))
+        return bool(timeline["routes"])
+
+    await until_async(recorded, TIMEOUT)
     assert timeline["request_id"] == answer.request_id and timeline["silent"] == []
     (room,), (route,) = timeline["rooms"], timeline["routes"]
     assert route == {"room": room, "attempt": 0, "prefill_instance": answer.prefill, "decode_instance": "decode-0"}
@@ -223,19 +230,24 @@ async def test_explain_for_people(llama: Served) -> None:
     assert (code, out, err) == (1, "", "pdmesh: error: nobody knows a request nobody\n")
 
 
-async def test_explain_a_failed_request(scripted: Scripted) -> None:
+async def test_explain_a_failed_attempt(scripted: Scripted) -> None:
+    """The request goes on; what became of its first attempt can still be told."""
     scripted.script.on("fail")
-    answer = await scripted.asker.start(random_prompt(40, 1), max_tokens=8, ignore_eos=True).whole()
+    asking = scripted.asker.start(random_prompt(40, 1), max_tokens=8, ignore_eos=True)
+
+    async def tried_again() -> bool:
+        return any(move["attempt"] > 0 for move in await scripted.asker.moves(asking.request_id))
+
+    await until_async(tried_again, TIMEOUT, lambda: str(asking.answer))
     scripted.script.release()
-    assert answer.error is not None and answer.error["code"] == "push_failed"
-    code, out, _ = await pdmesh(scripted.mesh, "explain", answer.request_id, "--json")
+    assert (await asking.whole()).ok, asking.answer
+    code, out, _ = await pdmesh(scripted.mesh, "explain", asking.request_id, "--json")
     moves = json.loads(out)["moves"]
     assert code == 0 and [m["unix_seconds"] for m in moves] == sorted(m["unix_seconds"] for m in moves)
-    # Without token 1 the router tries again; what counts is the last attempt.
-    attempts = [m["to"] for m in moves if m["process"] == "router"].count("PLACED")
-    moves = [m for m in moves if m["attempt"] == attempts - 1]
+    moves = [m for m in moves if m["attempt"] == 0]
     last = {machine: [m for m in moves if m["machine"] == machine][-1] for machine in {m["machine"] for m in moves}}
-    assert {last[name]["to"] for name in ("router_request", "decode_request", "prefill_request")} == {"FAILED"}
+    assert {last[name]["to"] for name in ("decode_request", "prefill_request")} == {"FAILED"}
+    assert last["router_request"]["to"] in ("REPLANNED", "RESUMING")
     for name in ("router_request", "decode_request", "prefill_request"):
         assert "push failed" in last[name]["reason"], last[name]
     assert last["transfer_session"]["to"] == "QUIET"
@@ -263,20 +275,20 @@ async def test_metrics(llama: Served, http: httpx.AsyncClient) -> None:
         return sum(v for found, v in samples.get(name, []) if labels.items() <= found.items())
 
     await llama.mesh.quiet()
+    await llama.asker.router_idle()
     before = await scrape(http)
     for turn, stream in ((1, True), (2, False)):
         await llama.asker.complete(random_prompt(50, turn), max_tokens=5, ignore_eos=True, stream=stream)
     assert (await http.post("/v1/completions", json={"prompt": []})).status_code == 400
-    await llama.mesh.quiet()
-    pairs_now = {name: (await llama.mesh.rank(name))["pairs"][0] for name in ("prefill-0", "prefill-1")}
+    pairs_now = {rank["instance"]: rank["pairs"][0] for rank in await llama.mesh.quiet() if rank["role"] == "PREFILL"}
     bytes_now, failures_now = ({name: p[what] for name, p in pairs_now.items()} for what in ("bytes", "failures"))
 
     async def asked_anew() -> bool:  # workers are asked every two seconds
         after.update(await scrape(http))
-        return all(value(after, "pdmesh_transfer_bytes_total", instance=n) == b for n, b in bytes_now.items())
+        return all(value(after, "pdmesh_transfer_bytes_total", worker=n) == b for n, b in bytes_now.items())
 
     after: dict[str, list[tuple[dict[str, str], float]]] = {}
-    await until_async(asked_anew, 10.0, lambda: f"{after.get('pdmesh_transfer_bytes_total')}, {bytes_now} were due")
+    await until_async(asked_anew, TIMEOUT, lambda: f"{after.get('pdmesh_transfer_bytes_total')}, {bytes_now} were due")
 
     def grown(name: str, **labels: str) -> float:
         return value(after, name, **labels) - value(before, name, **labels)
@@ -292,14 +304,14 @@ async def test_metrics(llama: Served, http: httpx.AsyncClient) -> None:
         assert grown(f"pdmesh_router_{name}_seconds_bucket", le="+Inf") == count
     assert value(after, "pdmesh_router_in_flight") == value(after, "pdmesh_router_queued") == 0
     for name, role in WORKERS.items():
-        own = {"instance": name, "role": role, "dp": "0"}
+        own = {"worker": name, "role": role, "dp": "0"}
         assert value(after, "pdmesh_worker_up", **own) == 1
         for gauge in ("running", "queued", "sessions"):
             assert ({**own}, 0.0) in after[f"pdmesh_worker_{gauge}"]
-        states = {labels["state"]: v for labels, v in after["pdmesh_kv_blocks"] if labels["instance"] == name}
+        states = {labels["state"]: v for labels, v in after["pdmesh_kv_blocks"] if labels["worker"] == name}
         assert set(states) == set(KV) and sum(states.values()) == 1024
     for name, transport in (("prefill-0", "shm"), ("prefill-1", "tcp")):
-        pair = {"instance": name, "peer": "decode-0", "transport": transport}
+        pair = {"worker": name, "peer": "decode-0", "transport": transport}
         assert value(after, "pdmesh_transfer_bytes_total", **pair) == bytes_now[name]
         assert value(after, "pdmesh_transfer_seconds_total", **pair) > 0
         assert value(after, "pdmesh_transfer_failures_total", **pair) == failures_now[name]
@@ -314,6 +326,7 @@ async def test_small_routes(llama: Served, http: httpx.AsyncClient) -> None:
     assert await get("/health") == await get("/liveness") == {"status": "ok"}
     assert await get("/readiness") == {"status": "ready"}
     assert set(await get("/version")) == {"version"}
+    await llama.asker.router_idle()
     models = await get("/v1/models")
     (card,) = models["data"]
     assert models["object"] == "list" and (card["id"], card["object"]) == (llama.model.name, "model")
@@ -396,7 +409,7 @@ async def test_a_profile_of_some_steps(llama: Served) -> None:
             async def written() -> bool:
                 return path.exists() and path.stat().st_size > 0
 
-            await until_async(written, 30.0, lambda: f"{path} is not there")
+            await until_async(written, TIMEOUT, lambda: f"{path} is not there")
             stopped = await stub.StopProfile(worker_pb2.StopProfileRequest(), timeout=20.0)
             assert stopped.path == str(path) and os.path.basename(path).startswith("decode-0-")
             await llama.mesh.quiet()  # the engine answers again: the file is whole

@@ -152,7 +152,7 @@ class SessionSpans:
         self._end(found, self._wall() if found.left_at is None else found.left_at, {}, why)
 
 
-_PLACING = frozenset({"ADMITTED", "REPLANNED", "RESUMING"})
+_PLACING = frozenset({"PLACING", "REPLANNED", "RESUMING"})
 _BROKEN = frozenset({"REPLANNED", "RESUMING", "FAILED", "CANCELLED"})
 
 

@@ -287,9 +287,9 @@ async def test_operators_see_the_mesh() -> None:
             f"pdmesh_router_output_tokens_total {len(router.ids('the user')) + 1}.0",
             "pdmesh_router_time_to_first_token_seconds_count 1.0",
             "pdmesh_router_in_flight 0.0",
-            'pdmesh_kv_blocks{dp="0",instance="decode-0",role="DECODE",state="free"} 6.0',
-            'pdmesh_worker_up{dp="0",instance="prefill-0",role="PREFILL"} 0.0',
-            'pdmesh_transfer_bytes_total{instance="decode-0",peer="prefill-0",transport="shm"} 4096.0',
+            'pdmesh_kv_blocks{dp="0",role="DECODE",state="free",worker="decode-0"} 6.0',
+            'pdmesh_worker_up{dp="0",role="PREFILL",worker="prefill-0"} 0.0',
+            'pdmesh_transfer_bytes_total{peer="prefill-0",transport="shm",worker="decode-0"} 4096.0',
         ):
             assert line in metrics.splitlines(), line
         for path in ("/health", "/liveness", "/readiness", "/version"):

@@ -57,6 +57,7 @@ from engine_core.types.kv import KvLayout
 
 log = logging.getLogger(__name__)
 
+_EXPECT_SECONDS = 0.75 * CONNECT_SECONDS
 _READS_PER_TURN = 64
 _SINK_BYTES = 256 << 10
 _WAKE_BYTES = 1 << 20
@@ -143,6 +144,8 @@ class Caller:
         pair = self._context.secrets.of(claim.incarnation)
         self._waits = pair is None
         if pair is None:
+            # Ends before the caller's own patience, so that it hears why.
+            self.deadline = min(self.deadline, time.monotonic() + _EXPECT_SECONDS)
             return False
         answer = self._challenger.judge(claim, nonce, proof, self._context.secrets.keys(pair))
         if answer is None:

@@ -118,8 +118,8 @@ def _spaced(loads: Sequence[float], low: float, high: float, *, log: bool) -> tu
 
 
 def short(value: float) -> str:
-    """A number for an axis: 12k for 12,000."""
-    if abs(value) >= 10_000:
+    """A number for an axis: 120k for 120,000."""
+    if abs(value) >= 100_000:
         return f"{value / 1000:g}k"
     return f"{value:,g}" if abs(value) >= 1000 else f"{value:g}"
 
@@ -171,8 +171,8 @@ def line_chart(
         parts += _drawn(one, px, py, floor)
     if limit is not None and y.low <= limit[0] <= y.high:
         at = py(limit[0])
-        parts.append(f'<line class="limit" x1="{_LEFT:g}" x2="{width - _RIGHT:g}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text class="limit-text" x="{_LEFT + 6:g}" y="{at - 5:.1f}">{escape(limit[1])}</text>')
+        line = f'<line x1="{_LEFT:g}" x2="{width - _RIGHT:g}" y1="{at:.1f}" y2="{at:.1f}"/>'
+        parts.append(f'<g class="limit">{line}<title>{escape(limit[1])}</title></g>')
     for at_x, text in marks:
         at = px(at_x)
         parts.append(
@@ -206,12 +206,14 @@ def _drawn(one: Series, px: Callable[[float], float], py: Callable[[float], floa
     return parts
 
 
-def legend(series: Sequence[Series]) -> Markup:
-    """The names of the lines; nothing for a single one."""
-    if len(series) < 2:
+def legend(series: Sequence[Series], limit: str = "") -> Markup:
+    """The names of the lines, and of the limit that is drawn across; nothing for a single line."""
+    if len(series) < 2 and not limit:
         return Markup()
     items = [
         f'<li style="--c:{one.color}"><i class="key{" dashed" if one.dashed else ""}"></i>{escape(one.name)}</li>'
         for one in series
     ]
+    if limit:
+        items.append(f'<li style="--c:var(--bad)"><i class="key dotted"></i>{escape(limit)}</li>')
     return Markup(f'<ul class="legend">{"".join(items)}</ul>')

@@ -138,7 +138,7 @@ def over_load(runs: Sequence[Run]) -> list[Section]:
         _times("Time to first token", "TTFT", lambda level: level.ttft_ms, runs, x, report.objectives.ttft_ms),
         _times("Time between tokens", "ITL", lambda level: level.itl_ms, runs, x, report.objectives.itl_ms),
         _rates("Output throughput", "output tokens/s", lambda level: level.output_tokens_per_s, runs, x),
-        _rates("Requests", "requests completed/s", lambda level: level.requests_per_s, runs, x),
+        _rates("Requests", "completed/s", lambda level: level.requests_per_s, runs, x, asked=report.loop == "open"),
     ]
     if any(run.report.objectives.any for run in runs):
         shares = _rates("Requests that met the objectives", "share (%)", _share_of, runs, x, most=100.0, hover="%")
@@ -187,7 +187,8 @@ def _times(
     ]
     y = value_axis(f"{name} ({unit})", [value for one in series for _, value in one.points])
     limit = None if limit_ms is None else (limit_ms * factor, f"objective {limit_ms:g} ms")
-    return Figure(title, (line_chart(series, x, y, title=title, limit=limit),), legend(series))
+    named = legend(series, "" if limit is None else limit[1])
+    return Figure(title, (line_chart(series, x, y, title=title, limit=limit),), named)
 
 
 def _rates(
@@ -199,11 +200,12 @@ def _rates(
     *,
     most: float = 0.0,
     hover: str = "",
+    asked: bool = False,
 ) -> Figure:
-    """One value over the load; `hover` is its unit on hover."""
+    """One value over the load; `hover` is its unit on hover, `asked` draws the load itself too."""
     series = [
         Series(
-            name=f"{run.letter}: {run_name(run.report, run.letter)}" if run.letter else title,
+            name=f"{run.letter}: {run_name(run.report, run.letter)}" if run.letter else hover or unit,
             points=tuple((level.load, of(level)) for level in _sorted(run.report)),
             titles=tuple(
                 f"{run.letter + ', ' if run.letter else ''}{level.name}: {number(of(level))} {hover or unit}"
@@ -213,6 +215,9 @@ def _rates(
         )
         for run in runs
     ]
+    if asked:
+        loads = tuple((load, load) for load in sorted({level.load for run in runs for level in run.report.levels}))
+        series.append(Series(name="asked for", points=loads, color="var(--soft)", dashed=True, dots=False))
     y = value_axis(unit, [most, *(value for one in series for _, value in one.points)], log_from=math.inf)
     return Figure(title, (line_chart(series, x, y, title=title),), legend(series))
 

@@ -148,11 +148,12 @@ def in_flight(outcomes: Sequence[Outcome], wall: float) -> tuple[float, int]:
 
 
 def timeline(outcomes: Sequence[Outcome], wall: float) -> tuple[Moment, ...]:
-    """The course of a level in equal bins, whole seconds or tenths wide."""
+    """The course of a level in equal bins, whole seconds or tenths wide; the last one takes a short rest along."""
     if wall <= 0:
         return ()
     width = next((w for w in (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0) if wall / w <= MOMENTS), float(math.ceil(wall / 60)))
-    count = math.ceil(wall / width)
+    count = max(1, round(wall / width))
+    edges = [*(i * width for i in range(count)), wall]
     tokens, busy, completed, failed = ([0.0] * count for _ in range(4))
 
     def bin_of(at: float) -> int:
@@ -161,7 +162,7 @@ def timeline(outcomes: Sequence[Outcome], wall: float) -> tuple[Moment, ...]:
     for o in outcomes:
         (completed if o.ok else failed)[bin_of(o.end)] += 1
         for i in range(bin_of(o.due), bin_of(o.end) + 1):
-            busy[i] += max(0.0, min(o.end, (i + 1) * width) - max(o.due, i * width))
+            busy[i] += max(0.0, min(o.end, edges[i + 1]) - max(o.due, edges[i]))
         if o.first is None:
             continue
         each, at = max(o.tokens, 1) / o.chunks, o.first
@@ -171,10 +172,10 @@ def timeline(outcomes: Sequence[Outcome], wall: float) -> tuple[Moment, ...]:
             tokens[bin_of(at)] += each
     moments = []
     for i in range(count):
-        span = min(width, wall - i * width) or width
+        span = edges[i + 1] - edges[i]
         moments.append(
             Moment(
-                round(i * width, 3),
+                round(edges[i], 3),
                 round(tokens[i] / span, 2),
                 round(busy[i] / span, 2),
                 int(completed[i]),

@@ -134,12 +134,18 @@ def test_the_course_of_a_level_adds_up_to_its_figures(count: int) -> None:
     outcomes.append(failed(Failure.REJECTED, due=3.0))
     wall = max(o.end for o in outcomes)
     moments = timeline(outcomes, wall)
-    width = moments[1].at_s - moments[0].at_s
-    spans = [min(width, wall - m.at_s) for m in moments]
+    edges = [*(m.at_s for m in moments), wall]
+    spans = [b - a for a, b in zip(edges, edges[1:], strict=False)]
     assert len(moments) <= 61 and sum(m.completed for m in moments) == count and sum(m.failed for m in moments) == 1
     tokens = sum(m.output_tokens_per_s * s for m, s in zip(moments, spans, strict=True))
     busy = sum(m.in_flight * s for m, s in zip(moments, spans, strict=True))
     assert tokens == pytest.approx(5 * count, rel=0.02) and busy == pytest.approx(count + 0.25, rel=0.05)
+
+
+def test_a_sliver_at_the_end_is_no_bin_of_its_own() -> None:
+    moments = timeline([outcome(0), outcome(1, due=5.01)], 6.01)
+    assert [m.at_s for m in moments] == [round(i * 0.2, 3) for i in range(30)]
+    assert max(m.output_tokens_per_s for m in moments) <= 2 / 0.1
 
 
 def test_a_level_in_which_nothing_came_back_has_no_percentiles() -> None:

@@ -190,7 +190,7 @@ def test_a_page_shows_every_figure_and_where_it_lies() -> None:
         assert title in hovers
     labels = texts(page)
     assert {"TTFT (ms)", "ITL (ms)", "output tokens/s", "concurrency (requests in flight)"} <= set(labels)
-    assert "objective 350 ms" in labels
+    assert page.count("</i>objective 350 ms</li>") == 1 and "objective 350 ms" in hovers
     assert all(label in page for label in ("before", "bench-4-11", "50% of the prompt tokens came from", "How it was"))
 
 
@@ -204,6 +204,15 @@ def test_the_points_of_a_chart_lie_where_their_values_are() -> None:
     low, high = max(v for v in at if v <= 12.0), min(v for v in at if v > 12.0)
     expected = at[low] + (at[high] - at[low]) * (12.0 - low) / (high - low)
     assert dots[0][1] == pytest.approx(expected, abs=0.2)
+
+
+def test_an_open_loop_is_drawn_beside_what_was_asked_for() -> None:
+    workload = {**report().workload, "arrival": "poisson"}
+    page = result_page(report(loop="open", load_name="request rate", load_unit="requests/s", workload=workload))
+    chart = next(svg for svg in drawings(page) if svg.get("aria-label") == "Requests")
+    lines = [line for line in chart.iter("path") if line.get("class") == "line"]
+    assert [line.get("stroke-dasharray") for line in lines] == [None, "5 4"]
+    assert "Over request rate" in page and "</i>asked for</li>" in page and "poisson arrivals" in page
 
 
 def test_a_page_of_one_level_shows_distributions_and_its_course() -> None:

@@ -94,6 +94,7 @@ class WorkerConfig(CommonConfig):
     linear_backend: str = Field("auto", description="Linear-layer implementation")
     transfer_backend: Literal["auto", "shm", "tcp", "scripted"] = Field("auto", description="How KV travels")
     transfer_script: str = Field("", description="JSON that the scripted transport reads; for tests")
+    fault_script: str = Field("", description="JSON of steps that go wrong; for tests")
     transfer_host: str = Field("", description="Address of the tcp transport; by default what peers dial")
     verify_kv: bool = Field(False, description="Compare checksums of transferred KV")
     socket_dir: str = Field("", description="Directory of link sockets; one that workers in other containers see too")
@@ -181,7 +182,18 @@ _KINDS: Mapping[ServiceKind, type[CommonConfig]] = {
 }
 
 _CHOSEN_BY_SERVE = frozenset(
-    {"role", "model", "host", "port", "advertise_host", "advertise_port", "bootstrap", "instance", "socket_dir"}
+    {
+        "role",
+        "model",
+        "host",
+        "port",
+        "advertise_host",
+        "advertise_port",
+        "bootstrap",
+        "instance",
+        "socket_dir",
+        "metrics_port",
+    }
 )
 
 

@@ -36,6 +36,7 @@ from services.runtime.tls import pinned_context
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
 _ROUTER, _WORKERS, _BOOTSTRAP = 0, 1, 2
 _FIRST_PORT = {"prefill": 8001, "decode": 8100}
+_FIRST_METRICS_PORT = 9100
 
 
 def add_command_to(app: typer.Typer) -> None:
@@ -100,7 +101,9 @@ class Serve:
     async def _start_all(self, supervisor: Supervisor, sockets: str) -> None:
         config = self._config
         bootstrap_port = config.bootstrap_port or _free_port(0)
-        spec = self._spec("bootstrap", "bootstrap", _BOOTSTRAP, host="127.0.0.1", port=bootstrap_port)
+        taken = {bootstrap_port, config.port}
+        metrics = self._metrics("bootstrap", taken)
+        spec = self._spec("bootstrap", "bootstrap", _BOOTSTRAP, host="127.0.0.1", port=bootstrap_port, **metrics)
         await supervisor.until_ready([supervisor.add(spec)], config.start_timeout)
 
         model = {
@@ -108,13 +111,12 @@ class Serve:
             "served_model_name": config.options.get("served_model_name") or served_names(config.model, self._directory),
             "bootstrap": f"127.0.0.1:{bootstrap_port}",
         }
-        taken = {bootstrap_port, config.port}
         for name in self._worker_names():
             kind: ServiceKind = "prefill" if name.startswith("prefill") else "decode"
             # Who asks for a free HTTP port runs several meshes: their workers must not race for the usual ports.
             port = _free_port(_FIRST_PORT[kind] if config.port else 0, taken)
             taken.add(port)
-            chosen = model | {"port": port, "instance": name, "socket_dir": sockets}
+            chosen = model | {"port": port, "instance": name, "socket_dir": sockets} | self._metrics(kind, taken)
             supervisor.add(self._spec(kind, name, _WORKERS, **chosen))
         port = config.port or _free_port(0, taken)
         supervisor.add(self._spec("router", "router", _ROUTER, host=config.host, port=port, **model))
@@ -146,6 +148,14 @@ class Serve:
             return ["mixed-0"]
         prefill = [f"prefill-{i}" for i in range(self._config.prefill)]
         return prefill + [f"decode-{i}" for i in range(self._config.decode)]
+
+    def _metrics(self, kind: ServiceKind, taken: set[int]) -> dict[str, int]:
+        """A port for /metrics that stays the same when the service starts anew."""
+        if "metrics_port" in self._config.overrides.get(kind, {}):
+            return {}
+        port = _free_port(_FIRST_METRICS_PORT if self._config.port else 0, taken)
+        taken.add(port)
+        return {"metrics_port": port}
 
     def _spec(self, kind: ServiceKind, name: str, stop_group: int, **chosen: Any) -> ChildSpec:
         values = self._config.child_values(kind, **chosen)

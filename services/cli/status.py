@@ -83,6 +83,7 @@ async def collect(
             "host": r["host"],
             "endpoint": r["endpoint"],
             "instance": r["instance"],
+            "metrics": r["metrics_endpoint"],
         }
         for r in ranks
         if r["answers"]
@@ -128,7 +129,14 @@ async def _answering(services: Any, timeout: float, http_ca: str) -> list[dict[s
 
         alive = await asyncio.gather(*(answers(s) for s in services))
     return [
-        {"name": s.name, "pid": s.pid, "host": s.host, "endpoint": s.http_endpoint, "instance": ""}
+        {
+            "name": s.name,
+            "pid": s.pid,
+            "host": s.host,
+            "endpoint": s.http_endpoint,
+            "instance": "",
+            "metrics": s.metrics_endpoint,
+        }
         for s, yes in zip(services, alive, strict=True)
         if yes
     ]
@@ -175,9 +183,9 @@ def show(status: dict[str, Any], console: Console) -> None:
             pairs.add_row(
                 r["instance"], p["peer_instance"], p["transport"], p["reason"], up, amount, rate, str(p["failures"])
             )
-    services = plain_table("service", "instance", "pid", "host", "address", title="Processes")
+    services = plain_table("service", "instance", "pid", "host", "address", "/metrics at", title="Processes")
     for s in status["services"]:
-        services.add_row(s["name"], s["instance"], str(s["pid"]), s["host"], s["endpoint"])
+        services.add_row(s["name"], s["instance"], str(s["pid"]), s["host"], s["endpoint"], s["metrics"])
     for table in (ranks, kv, pairs, services):
         if table.row_count:
             console.print(table)

@@ -80,6 +80,7 @@ def rank_as_data(
         "stalled_seconds": 0.0 if live is None else live.stalled_seconds,
         "figures_age_seconds": 0.0 if live is None else live.figures_age_seconds,
         "fingerprint": row.instance.fingerprint,
+        "metrics_endpoint": row.metrics_endpoint,
         "models": list(row.instance.served_model_names),
         "max_model_len": row.instance.max_model_len,
     }

@@ -66,10 +66,26 @@ def test_tables_name_what_matters() -> None:
         "bootstrap": "127.0.0.1:18800",
         "revision": {"table_epoch": 4, "n": 2},
         "ranks": [rank_as_data(row(), live()), rank_as_data(row(), None, "UNAVAILABLE: gone")],
-        "services": [{"name": "router", "instance": "", "pid": 3, "host": "h", "endpoint": "127.0.0.1:8000"}],
+        "services": [
+            {
+                "name": "router",
+                "instance": "",
+                "pid": 3,
+                "host": "h",
+                "endpoint": "127.0.0.1:8000",
+                "metrics": "127.0.0.1:9100",
+            }
+        ],
     }
     show(status, Console(file=out, width=200))
-    for text in ("4/2", "decode-0", "same host", "router", "decode-0 does not answer: UNAVAILABLE: gone"):
+    for text in (
+        "4/2",
+        "decode-0",
+        "same host",
+        "router",
+        "127.0.0.1:9100",
+        "decode-0 does not answer: UNAVAILABLE: gone",
+    ):
         assert text in out.getvalue()
 
 

@@ -35,6 +35,7 @@ from services.router.metrics import RouterMetrics, WorkerFigures
 from services.router.openai_schema import Prompt
 from services.router.options import GenerationOptions, SamplingDefaults
 from services.router.placement import largest_limit
+from services.router.prompt_log import log_answers, log_prompts
 from services.router.tokenizer import RouterTokenizer, read_json
 from services.router.trace import Trace, TraceRing
 from services.runtime.tasks import TaskOwner
@@ -206,7 +207,11 @@ class Front:
         with self.traces.follow(
             submission.request_id, submission.arrival, submission.traceparent, submission.path
         ) as trace:
+            if self.config.log_prompts:
+                log_prompts(self.tokenizer, submission.request_id, submission.prompts)
             trace.results = results = await self._run(submission, sink_of, trace)
+            if self.config.log_prompts:
+                log_answers(self.tokenizer, submission.request_id, [result.token_ids for result in results])
             return results
 
     async def _run(self, submission: Submission, sink_of: SinkOf, trace: Trace) -> list[SampleResult]:

@@ -41,7 +41,8 @@ class SessionObserver:
             }
             span = self._spans.begin(spec.session, traceparent, attributes)
             traceparent, trace_id = span.traceparent, span.trace_id
-        onward: Metadata = (("x-request-id", spec.request_id),) if spec.request_id.isascii() else ()
+        sendable = spec.request_id.isascii() and spec.request_id.isprintable()
+        onward: Metadata = (("x-request-id", spec.request_id),) if sendable else ()
         if traceparent:
             onward = (*onward, ("traceparent", traceparent))
         room, attempt = spec.session.room, spec.session.attempt

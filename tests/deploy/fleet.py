@@ -28,7 +28,7 @@ from services.runtime.tasks import TaskOwner
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 PDMESH = Path(sys.executable).with_name("pdmesh")
-READY_WITHIN = 90.0
+READY_WITHIN = 240.0
 STOPPED_WITHIN = 60.0
 SMALL: Mapping[str, str] = {"PDMESH_KV_MEMORY_MB": "64", "PDMESH_THREADS": "1"}
 STOP_ORDER = ("router", "decode", "prefill", "bootstrap")

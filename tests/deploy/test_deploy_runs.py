@@ -16,6 +16,9 @@ from tests.deploy.fleet import Fleet, Ports, Service, complete, metrics
 from tests.deploy.reading import KUBERNETES, PORTS, compose_services, kustomized, of_kind, pod_services, unit_services
 from tests.support.models import tiny_model
 
+# A busy machine may take a minute to start five processes.
+pytestmark = pytest.mark.timeout(360)
+
 Reader = Callable[[Ports, Path, Path], list[Service]]
 
 
@@ -34,8 +37,10 @@ async def serves_and_stops(ports: Ports, services: Sequence[Service], folder: Pa
         text = await metrics(url)
         assert 'pdmesh_router_samples_total{finish_reason="length",path="pd"} 2.0' in text, "prefilled elsewhere"
         for autoscaler in of_kind(kustomized(KUBERNETES / "overlays" / "production"), "HorizontalPodAutoscaler"):
+            role = autoscaler["spec"]["scaleTargetRef"]["name"].removeprefix("pdmesh-")
             (metric,) = autoscaler["spec"]["metrics"]
-            assert f"\n{metric['pods']['metric']['name']}" in text, "what is scaled by is there"
+            told = text if role == "router" else await own_metrics(fleet, role)
+            assert told is None or f"\n{metric['pods']['metric']['name']}" in told, "what is scaled by is there"
         notified = {one.service.role: one.notified for one in fleet.running if one.notified is not None}
         for role, manager in notified.items():
             assert manager.seen()[0] == "READY=1", role
@@ -52,9 +57,17 @@ async def until_placeable(url: str) -> None:
     """A router that its manager calls ready may still wait for workers."""
     import httpx
 
-    async with httpx.AsyncClient(timeout=10.0, trust_env=False) as client, asyncio.timeout(60.0):
+    async with httpx.AsyncClient(timeout=10.0, trust_env=False) as client, asyncio.timeout(90.0):
         while (await client.get(f"{url}/readiness")).status_code != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+
+
+async def own_metrics(fleet: Fleet, role: str) -> str | None:
+    """What a worker says at the port of metrics that its file names, if it names one."""
+    (service,) = [one.service for one in fleet.of(role)]
+    ports = [part.partition("=")[2] for part in service.arguments if part.startswith("--metrics-port=")]
+    ports += [value for name, value in service.environment.items() if name == "PDMESH_METRICS_PORT"]
+    return await metrics(f"http://127.0.0.1:{ports[0]}") if ports else None
 
 
 def folders(tmp_path: Path, *names: str) -> list[Path]:

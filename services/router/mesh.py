@@ -17,6 +17,7 @@ from services.router.probe import Prober
 from services.router.retry import RetryBudget
 from services.router.retry_metrics import RetryMetrics
 from services.router.rooms import RoomRecorder
+from services.router.shortlist import Shortlist
 from services.router.table import WatchedTable
 from services.router.tokenizer import RouterTokenizer
 from services.runtime.channels import ChannelPool
@@ -49,6 +50,7 @@ class Mesh:
         self.history = History()
         self.in_flight: Counter[int] = Counter()
         self._turn = 0
+        self._listed_version, self._listed = -1, Shortlist((), digest, table.roster.get)
         self.breakers = Breakers()
         self.prober = Prober(self.breakers, table, pool)
         self.budget = budget or RetryBudget()
@@ -71,14 +73,25 @@ class Mesh:
         now = time.monotonic()
         self._turn += 1
         barred = frozenset(self.gate.held) if alone else frozenset[int]()
-        placement = choose(
+        signals = Signals(self.in_flight, avoid, self.breakers.blocked(now), barred)
+        turn = self._turn - 1
+        placement = self._shortlist().choose(
+            self.policy,
+            room,
+            turn=turn,
+            rng=self.rng,
+            signals=signals,
+            prompt_tokens=prompt_tokens,
+            whole_tokens=whole_tokens,
+            fingerprint=fingerprint,
+        ) or choose(
             self.policy,
             room,
             self.table.rows(),
             tokenizer_digest=self.digest,
-            turn=self._turn - 1,
+            turn=turn,
             rng=self.rng,
-            signals=Signals(self.in_flight, avoid, self.breakers.blocked(now), barred),
+            signals=signals,
             prompt_tokens=prompt_tokens,
             whole_tokens=whole_tokens,
             fingerprint=fingerprint,
@@ -86,6 +99,12 @@ class Mesh:
         )
         self.breakers.begin_trials(breaker_keys(placement), now)
         return placement
+
+    def _shortlist(self) -> Shortlist:
+        roster = self.table.roster
+        if self._listed_version != roster.version:
+            self._listed_version, self._listed = roster.version, Shortlist(roster.rows(), self.digest, roster.get)
+        return self._listed
 
     def succeeded(self, *keys: Key) -> None:
         """A request has succeeded there; those that wait for a closed breaker look again."""

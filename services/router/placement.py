@@ -218,11 +218,13 @@ def _pick(
     if policy is PlacementPolicy.ROUND_ROBIN:
         return ordered[turn % len(ordered)]
 
-    def load(row: RankRow) -> tuple[int, int]:
-        own = signals.in_flight.get(row.incarnation, 0)
-        return row.load.running + row.load.queued + own, row.load.queued_tokens
+    return min(rng.sample(ordered, 2), key=lambda row: busyness(row, signals))
 
-    return min(rng.sample(ordered, 2), key=load)
+
+def busyness(row: RankRow, signals: Signals) -> tuple[int, int]:
+    """What least_load compares: requests there, by the last report and of this router, then tokens that wait."""
+    own = signals.in_flight.get(row.incarnation, 0)
+    return row.load.running + row.load.queued + own, row.load.queued_tokens
 
 
 def _too_long(prompt_tokens: int, limit: int) -> ContextLengthError:

@@ -119,6 +119,10 @@ class Roster:
             self._ordered = [self._merged[key] for key in sorted(self._merged)]
         return [row for row in self._ordered if role is None or row.instance.role is role]
 
+    def get(self, key: RowKey) -> RankRow | None:
+        """One row as it is now."""
+        return self._merged.get(key)
+
     def leaders(self, role: Role) -> list[RankRow]:
         """Rows of a role that requests can be sent to, in whatever state."""
         return [row for row in self.rows(role) if row.is_leader]

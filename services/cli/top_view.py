@@ -88,11 +88,13 @@ def kv_bar(kv: Mapping[str, int], width: int) -> Text:
 def render(frame: Frame, width: int, height: int, sort: str = "name", *, keys: bool = True) -> RenderableType:
     """The frame for a terminal of that size; lists are cut so that all parts have a place."""
     requests = sum(len(look.mesh["requests"]) for look in frame.routers if look.mesh is not None)
-    room = max(height - 9 - (1 if frame.note else 0), 6)
+    head = _head(frame, width)
+    # Three tables have a line of titles and one that says how many are left out; keys take one.
+    room = max(height - len(head) - 7, 3)
     most_links = min(len(frame.links), max(2, room // 4))
     most_workers = min(len(frame.ranks), max(3, room - most_links - min(requests, max(2, room // 3))))
     most_requests = max(1, room - most_links - most_workers)
-    parts: list[RenderableType] = [*_head(frame, width)]
+    parts: list[RenderableType] = [*head]
     parts.append(_workers(frame.ranks, width, sort, most_workers))
     if frame.links:
         parts.append(_links(frame.links, width, most_links))

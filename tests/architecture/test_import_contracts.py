@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,5 +14,4 @@ def test_the_import_contracts_hold() -> None:
     lint = Path(sys.executable).with_name("lint-imports")
     done = subprocess.run([lint, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "0 broken" in done.stdout
-    assert "0 kept" not in done.stdout, "no contract was looked at"
+    assert re.search(r"\b[1-9]\d* kept, 0 broken", done.stdout), done.stdout

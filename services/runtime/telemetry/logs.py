@@ -116,5 +116,5 @@ def setup_logging(level: str, log_format: str, process: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for noisy in ("httpx", "httpcore", "asyncio"):
+    for noisy in ("httpx", "httpcore", "asyncio", "uvicorn", "opentelemetry"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))

@@ -47,12 +47,13 @@ _KEPT = 20_000
 
 
 class _Session:
-    __slots__ = ("ended", "left_at", "moved", "offset", "quiet", "span", "start")
+    __slots__ = ("ended", "error", "left_at", "moved", "offset", "quiet", "span", "start")
 
     def __init__(self, span: OpenSpan, start: float, offset: float) -> None:
         self.span, self.start, self.offset = span, start, offset
         self.moved = self.ended = self.quiet = False
         self.left_at: float | None = None
+        self.error = ""
 
 
 class SessionSpans:
@@ -88,7 +89,7 @@ class SessionSpans:
         found = self._open.get(session)
         if found is None:
             return
-        found.left_at = self._wall()
+        found.left_at, found.error = self._wall(), error
         if not found.moved:
             self._end(found, found.left_at, {}, error)
             found.quiet = True
@@ -149,7 +150,7 @@ class SessionSpans:
 
     def _drop(self, session: SessionId, why: str) -> None:
         found = self._open.pop(session)
-        self._end(found, self._wall() if found.left_at is None else found.left_at, {}, why)
+        self._end(found, self._wall() if found.left_at is None else found.left_at, {}, found.error or why)
 
 
 _PLACING = frozenset({"PLACING", "REPLANNED", "RESUMING"})

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from tests.deploy.fleet import DEPLOY, Place, Ports, Service
+from tests.support.certificates import Authority, Files
 
 ROLES = ("bootstrap", "prefill", "decode", "router")
 PORTS = {"bootstrap": "18800", "prefill": "8001", "decode": "8100", "router": "8000"}
@@ -150,15 +151,17 @@ def workloads(documents: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return of_kind(documents, "Deployment", "StatefulSet", "DaemonSet", "Job")
 
 
-def pod_services(ports: Ports, folder: Path, model: Path) -> list[Service]:
-    """Every Bootstrap, and one pod of each Deployment, of the base."""
+def pod_services(ports: Ports, folder: Path, model: Path, where: str = "base") -> list[Service]:
+    """Every Bootstrap, and one pod of each Deployment, with the Secrets that the guide has made."""
     place = Place(ports)
-    documents = kustomized(KUBERNETES / "base")
+    documents = kustomized(KUBERNETES / where)
     data = {document["metadata"]["name"]: document["data"] for document in of_kind(documents, "ConfigMap")}
     for name in ("mesh", "models", "state", "tmp"):
         (folder / name).mkdir()
     (folder / "mesh" / "token").write_text("of-the-mesh-" * 4)
     (folder / "models" / "model").symlink_to(model)
+    for certificate in of_kind(documents, "Certificate"):
+        Files(folder / "tls").certify(Authority(), *certificate["spec"]["dnsNames"])
     place.names.update({PORTS[role]: place.ports.get(PORTS[role]) for role in ROLES if role != "bootstrap"})
     services = []
     for workload in sorted(workloads(documents), key=lambda one: one["metadata"]["name"] != "pdmesh-bootstrap"):
@@ -201,5 +204,9 @@ def _probe(probe: dict[str, Any], ports: Mapping[str, str]) -> tuple[str, ...]:
     """The probe as `pdmesh health` would ask it."""
     if "httpGet" in probe:
         return ("health", f"http://127.0.0.1:{ports[probe['httpGet']['port']]}{probe['httpGet']['path']}")
+    if "exec" in probe:
+        program, *command = probe["exec"]["command"]
+        assert program == "pdmesh"
+        return tuple(part.replace(f"127.0.0.1:{PORTS['bootstrap']}", f"127.0.0.1:{ports['grpc']}") for part in command)
     service = probe["grpc"].get("service", "")
     return ("health", f"127.0.0.1:{ports['grpc']}", *([f"--service={service}"] if service else []))

@@ -96,3 +96,10 @@ async def test_each_way_whole(read: Reader, tmp_path: Path) -> None:
     ports = Ports()
     (folder,) = folders(tmp_path, "files")
     await serves_and_stops(ports, read(ports, folder, tiny_model()), tmp_path)
+
+
+@pytest.mark.slow
+async def test_pods_with_mtls(tmp_path: Path) -> None:
+    ports = Ports()
+    (folder,) = folders(tmp_path, "files")
+    await serves_and_stops(ports, pod_services(ports, folder, tiny_model(), "overlays/production"), tmp_path)

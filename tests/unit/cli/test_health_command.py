@@ -16,7 +16,10 @@ import pytest_asyncio
 
 from services.cli import health
 from services.cli.main import run
+from services.runtime.security import Security
 from services.runtime.server import GrpcServer
+from services.runtime.tls import MeshTls
+from tests.support.certificates import Authority
 
 NAME = "pdmesh.decode.v1.DecodeService"
 
@@ -52,6 +55,25 @@ async def test_a_unix_socket(tmp_path: Path) -> None:
     made = await GrpcServer.start(f"unix:{tmp_path}/sock", lambda server: None, [NAME])
     await made.set_serving(True)
     assert await ask(f"unix:{tmp_path}/sock") == 0
+    await made.stop()
+
+
+async def test_mtls_by_the_name_that_all_certificates_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    authority = Authority()
+    cert, key, ca = (tmp_path / name for name in ("tls.crt", "tls.key", "ca.crt"))
+    for path, content in zip((cert, key), authority.issue("pdmesh.mesh"), strict=True):
+        path.write_bytes(content)
+    ca.write_bytes(authority.pem)
+    security = Security(tls=MeshTls(cert, key, ca, "pdmesh.mesh"))
+    made = await GrpcServer.start("127.0.0.1:0", lambda server: None, [NAME], security=security)
+    await made.set_serving(True)
+    files = [f"--tls-cert={cert}", f"--tls-key={key}", f"--tls-ca={ca}"]
+    assert await ask(made.endpoint, *files, "--tls-name=pdmesh.mesh") == 0
+    assert capsys.readouterr() == ("", "")
+    assert await ask(made.endpoint, *files) == 1, "the certificate does not name 127.0.0.1"
+    assert await ask(made.endpoint, f"--tls-ca={ca}", "--tls-name=pdmesh.mesh") == 1, "no certificate of its own"
+    assert await ask(made.endpoint) == 1, "no TLS"
+    assert len(capsys.readouterr().err.splitlines()) == 3
     await made.stop()
 
 

@@ -81,6 +81,8 @@ class InferenceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parallel: ParallelConfig = ParallelConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     disagg: DisaggConfig = DisaggConfig()
+    fault_script: str = ""
+    """JSON of steps that go wrong, for tests; see host/faults.py."""
 
     def check(self) -> None:
         """Raises ConfigError naming the field and what would be right."""

@@ -16,7 +16,7 @@ from engine_core.scheduler.context import SchedulerContext
 from engine_core.scheduler.decode import DecodeDisaggScheduler
 from engine_core.scheduler.messages import ConnectLink, Frame, LinkDown, LinkUp, Stats
 from engine_core.scheduler.prefill import PrefillDisaggScheduler
-from engine_core.scheduler.step import ScheduledSequence, StepPlan, StepResult
+from engine_core.scheduler.step import ScheduledSequence, SequenceFailure, StepPlan, StepResult
 from engine_core.transfer.base import Connect, LinkClosed, LinkOpened, TransferCommand, TransferEvent
 from engine_core.types.errors import InternalError
 from engine_core.types.ids import SessionId
@@ -34,6 +34,7 @@ class Scheduler(Protocol):
     def next_wakeup(self) -> float | None: ...
     def schedule(self, now: float) -> list[ScheduledSequence]: ...
     def settle(self, part: ScheduledSequence, token: int, now: float) -> None: ...
+    def fail(self, part: ScheduledSequence, failure: SequenceFailure, now: float) -> None: ...
     def load(self) -> tuple[int, int, int]: ...
     def num_sessions(self) -> int: ...
     def stuck_blocks(self, now: float) -> int: ...
@@ -116,8 +117,12 @@ class EngineCore:
         if self._outstanding is not plan or result.step != plan.step or len(result.sampled) != len(plan.sequences):
             raise InternalError(f"the result of step {result.step} does not answer the plan of step {plan.step}")
         self._outstanding = None
-        for part, token in zip(plan.sequences, result.sampled, strict=True):
-            self._scheduler.settle(part, token, now)
+        failed = {failure.index: failure for failure in result.failures}
+        for index, (part, token) in enumerate(zip(plan.sequences, result.sampled, strict=True)):
+            if index in failed:
+                self._scheduler.fail(part, failed[index], now)
+            else:
+                self._scheduler.settle(part, token, now)
         decodes = sum(len(part.token_ids) == 1 for part in plan.sequences)
         tokens = plan.num_tokens
         self._context.pacer.observe(decodes, tokens - decodes, result.seconds)

@@ -15,9 +15,9 @@ from engine_core import plugins
 from engine_core.config import InferenceConfig
 from engine_core.execution.attention.base import group_tensor
 from engine_core.execution.batch import BatchBuilder, ForwardBatch
-from engine_core.execution.sampler import Sampler, choose_sampler
+from engine_core.execution.sampler import DrawError, Sampler, choose_sampler
 from engine_core.platforms.base import Platform
-from engine_core.scheduler.step import ScheduledSequence, StepPlan, StepResult
+from engine_core.scheduler.step import ScheduledSequence, SequenceFailure, StepPlan, StepResult
 from engine_core.types.digest import tokenizer_digest
 from engine_core.types.errors import ConfigError, InternalError
 from engine_core.types.ids import SessionId
@@ -143,7 +143,8 @@ class ModelWorker:
             self.execute(StepPlan(step=0, sequences=(sequence,) * sequences))
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Runs one step. Raises InternalError when the plan or the numbers that come out are broken."""
+        """Runs one step. Numbers that are none fail the sequences that they came out for. Raises InternalError
+        when the plan is broken."""
         began = time.perf_counter()
         if self._builder is None:
             raise InternalError("execute before bind_kv")
@@ -154,12 +155,19 @@ class ModelWorker:
         logits = self._forward(batch)
         forward_ended = time.perf_counter()
         sampled = [-1] * len(plan.sequences)
+        failures: tuple[SequenceFailure, ...] = ()
         if batch.draws:
-            for index, token in zip(batch.sampled_sequences, self._sampler.sample(logits, batch.draws), strict=True):
+            try:
+                tokens = self._sampler.sample(logits, batch.draws)
+            except DrawError as exc:  # those rows alone: the engine lives
+                tokens = exc.tokens
+                failures = tuple(SequenceFailure(batch.sampled_sequences[i], why) for i, why in exc.problems.items())
+            for index, token in zip(batch.sampled_sequences, tokens, strict=True):
                 sampled[index] = token
         return StepResult(
             step=plan.step,
             sampled=tuple(sampled),
+            failures=failures,
             seconds=time.perf_counter() - began,
             forward_seconds=forward_ended - forward_began,
         )

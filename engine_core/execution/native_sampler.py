@@ -6,9 +6,8 @@ import numpy as np
 import torch
 
 from engine_core.execution.batch import DrawRow
-from engine_core.execution.sampler import uniform
+from engine_core.execution.sampler import DrawError, uniform
 from engine_core.platforms.cpu.kernels import Kernels
-from engine_core.types.errors import InternalError
 
 
 class NativeSampler:
@@ -39,9 +38,12 @@ class NativeSampler:
             torch.get_num_threads(),
         )  # fmt: skip
         tokens: list[int] = out.tolist()
-        for token, row in zip(tokens, draws, strict=True):
+        problems: dict[int, str] = {}
+        for i, (token, row) in enumerate(zip(tokens, draws, strict=True)):
             if token == -1:
-                raise InternalError(f"the logits at position {row.position} hold NaN")
-            if token == -2:
-                raise InternalError(f"no token may be drawn at position {row.position}")
+                problems[i] = f"the logits at position {row.position} hold NaN"
+            elif token == -2:
+                problems[i] = f"no token may be drawn at position {row.position}"
+        if problems:
+            raise DrawError([max(token, -1) for token in tokens], problems)
         return tokens

@@ -33,13 +33,21 @@ def uniform(seed: int, position: int) -> float:
     return (_mix((key + position * 0x9E3779B97F4A7C15) & _MASK) >> 11) * 2.0**-53
 
 
+class DrawError(InternalError):
+    """Some rows can't be drawn: `problems` says why, by row; `tokens` has the others (-1 for those)."""
+
+    def __init__(self, tokens: list[int], problems: dict[int, str]) -> None:
+        super().__init__("; ".join(problems.values()))
+        self.tokens, self.problems = tokens, problems
+
+
 class Sampler(Protocol):
     """Draws one token per row."""
 
     def sample(self, logits: torch.Tensor, draws: tuple[DrawRow, ...]) -> list[int]:
         """logits [S, V] float32 or bfloat16, one DrawRow each -> S token ids.
 
-        May overwrite the logits. Raises InternalError when a row holds NaN or nothing that may be drawn.
+        May overwrite the logits. Raises DrawError when a row holds NaN or nothing that may be drawn.
         """
 
 
@@ -60,7 +68,15 @@ class ReferenceSampler:
 
     def sample(self, logits: torch.Tensor, draws: tuple[DrawRow, ...]) -> list[int]:
         rows = logits.float().numpy()
-        return [draw(rows[i], row) for i, row in enumerate(draws)]
+        tokens, problems = [-1] * len(draws), {}
+        for i, row in enumerate(draws):
+            try:
+                tokens[i] = draw(rows[i], row)
+            except InternalError as exc:
+                problems[i] = exc.message
+        if problems:
+            raise DrawError(tokens, problems)
+        return tokens
 
 
 def draw(logits: npt.NDArray[np.float32], row: DrawRow) -> int:

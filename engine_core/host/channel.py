@@ -39,7 +39,8 @@ def join_outputs(first: Outputs, second: Outputs) -> Outputs:
         before = joined.get(output.session)
         if before is not None:
             tokens = before.token_ids + output.token_ids
-            output = SessionOutput(output.session, before.first_index, tokens, output.finish, output.error)
+            cached = before.cached_tokens if output.cached_tokens is None else output.cached_tokens
+            output = SessionOutput(output.session, before.first_index, tokens, output.finish, output.error, cached)
         joined[output.session] = output
     return Outputs(tuple(joined.values()))
 

@@ -18,10 +18,13 @@ import msgspec
 from engine_core.engine import EngineCore
 from engine_core.execution.executor_api import Executor
 from engine_core.host.channel import FrameChannel
+from engine_core.host.step_page import StepPage
 from engine_core.scheduler.messages import (
     ExpectPeer,
     Frame,
     Moves,
+    Open,
+    OpenPrefill,
     PairStats,
     ReportStats,
     Shutdown,
@@ -106,7 +109,10 @@ class EngineLoop:
         events: EventQueue,
         wake: Wake,
         profiler: Profiler,
+        page: StepPage | None = None,
     ) -> None:
+        """`page` tells the service process whose step it is."""
+        self._page = page
         self._core, self._executor, self._channel = core, executor, channel
         self._profiler = profiler
         self._transfer, self._events, self._wake = transfer, events, wake
@@ -140,10 +146,14 @@ class EngineLoop:
         plan = self._core.decide(time.monotonic())
         self._flush()
         if plan is not None:
+            if self._page is not None:
+                self._page.begin([part.session for part in plan.sequences])
             result = self._executor.execute(plan)
             self._step_seconds += result.seconds
             self._forward_seconds += result.forward_seconds
             self._core.settle(plan, result, time.monotonic())
+            if self._page is not None:
+                self._page.end()
             self._flush()
             self._profiler.after_step()
         self._report(time.monotonic())
@@ -162,7 +172,15 @@ class EngineLoop:
             case Tokens(tokens=tokens):
                 self._submit(SetTokens(tokens))
             case _:
-                self._core.on_frame(frame, time.monotonic())
+                self._core_frame(frame)
+
+    def _core_frame(self, frame: Frame) -> None:
+        if self._page is not None and isinstance(frame, Open | OpenPrefill):
+            self._page.begin((frame.spec.session,))
+            self._core.on_frame(frame, time.monotonic())
+            self._page.end()
+        else:
+            self._core.on_frame(frame, time.monotonic())
 
     def _submit(self, command: TransferCommand) -> None:
         if self._transfer is not None:

@@ -1,6 +1,7 @@
-"""Entry point of the engine process: `python -m engine_core.host.main --fd N`.
+"""Entry point of the engine process: `python -m engine_core.host.main --fd N [--page-fd M]`.
 
-N is one end of a socket pair; the service process holds the other. The first frame is Configure. Then:
+N is one end of a socket pair; the service process holds the other, and shares M, the page that says whose step it
+is. The first frame is Configure. Then:
 load the model, lay out and allocate the KV pool, open the transfer sockets, warm up, send Ready, loop.
 What is wrong with configuration or model files goes back as StartupFailed, in one line.
 """
@@ -14,19 +15,25 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
 from engine_core.config import InferenceConfig, load_config
 from engine_core.engine import EngineCore
+from engine_core.execution.executor_api import Executor
 from engine_core.host.channel import FrameChannel, leave
+from engine_core.host.faults import FaultyExecutor
 from engine_core.host.loop import EngineLoop, EventQueue, QuarantineOverflow, Wake
+from engine_core.host.step_page import StepPage
 from engine_core.scheduler.messages import Configure, Ready, StartupFailed
 from engine_core.types.errors import ConfigError, PdmeshError
 from engine_core.types.kv import fingerprint_of
 from engine_core.types.request import Role
 
 CONFIGURE_SECONDS = 30.0
+CRASHED = 70
+"""Exit code after an exception; the others are in services/worker/engine_death.py too."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -34,6 +41,7 @@ def main() -> None:
     """Runs an engine to its end."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="inherited end of the frame socket pair")
+    parser.add_argument("--page-fd", type=int, help="inherited page that says whose step it is")
     args = parser.parse_args()
     # A service process that is killed takes its engine along, even in the middle of a step.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -46,7 +54,8 @@ def main() -> None:
         leave(2, f"Configure did not come within {CONFIGURE_SECONDS:g} s")
     try:
         config = load_config(first.config)
-        loop, close = _build(config, first, channel, wake)
+        page = StepPage(args.page_fd) if args.page_fd is not None else None
+        loop, close = _build(config, first, channel, wake, page)
     except PdmeshError as exc:
         _startup_failed(channel, exc.message)
     except MemoryError as exc:
@@ -55,8 +64,10 @@ def main() -> None:
         loop.run()
     except QuarantineOverflow as exc:
         leave(3, str(exc))
-    finally:
-        close()
+    except Exception:  # noqa: BLE001  # whatever it is, the process ends; at once, so that peers see proofs of quiet
+        traceback.print_exc()
+        leave(CRASHED, "an exception ended the engine")
+    close()
     channel.close()
 
 
@@ -67,7 +78,7 @@ def _startup_failed(channel: FrameChannel, message: str) -> NoReturn:
 
 
 def _build(
-    config: InferenceConfig, first: Configure, channel: FrameChannel, wake: Wake
+    config: InferenceConfig, first: Configure, channel: FrameChannel, wake: Wake, page: StepPage | None
 ) -> tuple[EngineLoop, Callable[[], None]]:
     """Composition root of the engine process. Returns the loop and what to close after it."""
     started = time.monotonic()
@@ -121,7 +132,8 @@ def _build(
         if transfer is not None:
             transfer.close()
 
-    return EngineLoop(core, worker, channel, transfer, events, wake, ProfilerManager()), close
+    executor: Executor = FaultyExecutor(worker, config.fault_script) if config.fault_script else worker
+    return EngineLoop(core, executor, channel, transfer, events, wake, ProfilerManager(), page), close
 
 
 if __name__ == "__main__":

@@ -55,6 +55,10 @@ class KvManager(Protocol):
         """Enters the full blocks of token_ids[:computed] into the prefix index (after settle, and for
         received blocks only once they are known to be whole). Never for a quarantined owner."""
 
+    def disown(self, owner: SessionId) -> None:
+        """Takes the owner's blocks out of the prefix index, but for those that others hold too: what is in them
+        is not to be trusted. They stay held. No-op without a hold."""
+
     def mark(self, owner: SessionId, hold: Hold) -> None:
         """Sets what the owner's blocks count as."""
 

@@ -121,6 +121,11 @@ class BlockPool:
             raise InternalError(f"block {block} is held by nobody and can't be indexed")
         return self.prefix.insert(digest, block)
 
+    def unindex(self, block: int) -> None:
+        """Takes a block with one holder out of the prefix index; no-op for one that is shared or not in it."""
+        if self.references(block) == 1 and block in self.prefix:
+            self.prefix.remove(block)
+
     def usage(self) -> KvUsage:
         """The account of this pool, in blocks."""
         c = self._counts

@@ -135,6 +135,12 @@ class KVCacheManager:
             for group in self._groups:
                 group.commit(owner, token_ids, computed)
 
+    def disown(self, owner: SessionId) -> None:
+        """Takes blocks that the owner alone holds out of the prefix index. No-op without a hold."""
+        if owner in self._holds:
+            for group in self._groups:
+                group.disown(owner)
+
     def capacity(self, owner: SessionId) -> int:
         """Tokens that the owner's tables have room for."""
         self._hold(owner)

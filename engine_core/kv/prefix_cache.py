@@ -170,6 +170,10 @@ class PrefixCache:
         self._digests[block] = digest
         return True
 
+    def remove(self, block: int) -> None:
+        """Takes a held block out of the index."""
+        del self._blocks[self._digests.pop(block)]
+
     def rest(self, block: int) -> None:
         """The last holder of an indexed block left: it may be evicted, after all that rested before."""
         self._lru[block] = None

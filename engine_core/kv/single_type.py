@@ -96,6 +96,11 @@ class SingleTypeKVCacheManager:
             self._pool.index(table.blocks[index], table.chain.digest(index, token_ids))
             table.committed = index + 1
 
+    def disown(self, owner: SessionId) -> None:
+        """Takes blocks that the owner alone holds out of the index."""
+        for block in self._tables[owner].blocks:
+            self._pool.unindex(block)
+
     def mark(self, owner: SessionId, old: Hold, new: Hold) -> None:
         """Changes what the owner's references count as."""
         self._pool.rehold(self._tables[owner].blocks, old, new)

@@ -11,7 +11,9 @@ from engine_core.lifecycle.machine import Move
 from engine_core.scheduler.figures import Distributions
 from engine_core.scheduler.messages import ErrorInfo, Frame, Outputs, SessionOutput
 from engine_core.scheduler.pacing import StepPacer
+from engine_core.scheduler.step import SequenceFailure
 from engine_core.transfer.base import LinkClosed, LinkOpened, TransferCommand
+from engine_core.types.errors import InternalError, Leg, PdmeshError, PeerFailedError
 from engine_core.types.ids import Incarnation, SessionId
 from engine_core.types.kv import KvLayout
 from engine_core.types.request import Finish, Role
@@ -46,12 +48,14 @@ class Outbox:
         token_ids: tuple[int, ...],
         finish: Finish | None = None,
         error: ErrorInfo | None = None,
+        cached_tokens: int | None = None,
     ) -> None:
         """Queues output of a session, joined with what it has pending."""
         before = self._outputs.get(session)
         if before is not None:
             first_index, token_ids = before.first_index, before.token_ids + token_ids
-        self._outputs[session] = SessionOutput(session, first_index, token_ids, finish, error)
+            cached_tokens = before.cached_tokens if cached_tokens is None else cached_tokens
+        self._outputs[session] = SessionOutput(session, first_index, token_ids, finish, error, cached_tokens)
 
     def _flush(self) -> None:
         if self._outputs:
@@ -165,6 +169,12 @@ class SchedulerContext:
     def pool_tokens(self) -> int:
         """Tokens that the whole pool can hold for one sequence."""
         return min(g.num_blocks - 1 for g in self.layout.groups) * self.block_size
+
+    def failure(self, failure: SequenceFailure, leg: Leg) -> PdmeshError:
+        """What a sequence that a step could not compute ends with."""
+        if failure.lost:
+            return PeerFailedError(failure.message, leg=leg, reason="SEQUENCE_LOST")
+        return InternalError(failure.message, leg=leg, reason="NUMBERS")
 
     def log_move(self, move: Move) -> None:
         """Keeps a move for the explain ring and counts it."""

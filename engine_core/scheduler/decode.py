@@ -40,7 +40,7 @@ from engine_core.scheduler.messages import (
     error_info,
 )
 from engine_core.scheduler.sequence import Sequence, new_sequence
-from engine_core.scheduler.step import ScheduledSequence
+from engine_core.scheduler.step import ScheduledSequence, SequenceFailure
 from engine_core.transfer.base import (
     DropReceive,
     LinkClosed,
@@ -302,14 +302,16 @@ class DecodeDisaggScheduler:
         """Gives a token to the client; ends the session when it is the last one."""
         sequence = session.sequence
         index = sequence.output_len
+        cached = session.cached_tokens if index == len(sequence.spec.emitted_token_ids) else None
         end = sequence.append(token_id, self._c.eos_token_ids)
         self._c.counters["output_tokens"] += 1
         if end is None:
-            self._c.out.output(session.id, index, (token_id,))
+            self._c.out.output(session.id, index, (token_id,), cached_tokens=cached)
             return False
         reason, stop_token = end
         session.request.advance(DecodeState.FINISHED, now, reason.value)
-        self._c.out.output(session.id, index, (token_id,), finish=self._finish(session, reason, stop_token, now))
+        finish = self._finish(session, reason, stop_token, now)
+        self._c.out.output(session.id, index, (token_id,), finish=finish, cached_tokens=cached)
         self._c.counters["finished"] += 1
         self._retire(session, now, reason.value)
         return True
@@ -536,6 +538,12 @@ class DecodeDisaggScheduler:
                 session.decoding_at = session.decoding_at or now
         if part.sample:
             self._emit(session, token, now)
+
+    def fail(self, part: ScheduledSequence, failure: SequenceFailure, now: float) -> None:
+        """Ends a sequence that a step could not compute; what it held is never found by prefix again."""
+        session = self._sessions[part.session]
+        self._c.kv.disown(session.id)
+        self._fail(session, self._c.failure(failure, Leg.DECODE), now)
 
     # ---- figures -----------------------------------------------------------------------------------
 

@@ -195,6 +195,8 @@ class SessionOutput(msgspec.Struct, frozen=True, array_like=True):
     token_ids: tuple[int, ...]
     finish: Finish | None = None
     error: ErrorInfo | None = None
+    cached_tokens: int | None = None
+    """With the first tokens: those of the prompt that were not computed anew."""
 
 
 class Outputs(Frame, frozen=True):

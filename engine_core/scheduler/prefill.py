@@ -39,7 +39,7 @@ from engine_core.scheduler.messages import (
     error_info,
 )
 from engine_core.scheduler.sequence import Sequence, new_sequence
-from engine_core.scheduler.step import ScheduledSequence
+from engine_core.scheduler.step import ScheduledSequence, SequenceFailure
 from engine_core.transfer.base import (
     AbortReceived,
     CancelPush,
@@ -445,6 +445,12 @@ class PrefillDisaggScheduler:
             session.request.advance(PrefillState.COMPUTED, now, "token 1 sampled")
         self._push(session, now)
         self._first_token(session, now)
+
+    def fail(self, part: ScheduledSequence, failure: SequenceFailure, now: float) -> None:
+        """Ends a sequence that a step could not compute; what it held is never found by prefix again."""
+        session = self._sessions[part.session]
+        self._c.kv.disown(session.id)
+        self._fail(session, self._c.failure(failure, Leg.PREFILL), now)
 
     def _push(self, session: PrefillSession, now: float) -> None:
         """Pushes the blocks that are final and not pushed yet, if the ticket is here."""

@@ -39,10 +39,21 @@ class StepPlan(msgspec.Struct, frozen=True):
         return sum(len(s.token_ids) for s in self.sequences)
 
 
+class SequenceFailure(msgspec.Struct, frozen=True):
+    """One sequence of the plan (by index) that could not be computed, while the others could. `lost` says that
+    another worker may do better; without, the request itself is at fault."""
+
+    index: int
+    message: str
+    lost: bool = False
+
+
 class StepResult(msgspec.Struct, frozen=True):
-    """What came out: a token id per sequence with `sample`, in the plan's order (-1 elsewhere)."""
+    """What came out: a token id per sequence with `sample`, in the plan's order (-1 elsewhere, and where it
+    failed)."""
 
     step: int
     sampled: tuple[int, ...]
     seconds: float = 0.0
     forward_seconds: float = 0.0
+    failures: tuple[SequenceFailure, ...] = ()

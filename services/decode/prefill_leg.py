@@ -50,6 +50,8 @@ class PrefillLeg:
         self._metadata = metadata
         self._call: _Call | None = None
         self._cancelled = False
+        self.failure: PdmeshError | None = None
+        """What run() ended with."""
 
     async def run(self) -> None:
         """Until the stream has ended. Raises nothing but CancelledError."""
@@ -60,6 +62,7 @@ class PrefillLeg:
             if exc.leg is Leg.UNKNOWN:
                 exc.leg = Leg.PREFILL
             exc.peer_incarnation = exc.peer_incarnation or self._target.incarnation
+            self.failure = exc
             self._handle.send(frames.LegFailed(session=self._handle.session, error=to_error_info(exc)))
         finally:
             self.cancel()

@@ -21,7 +21,7 @@ from typing import Any
 import grpc
 
 from engine_core.host import frames
-from engine_core.types.errors import DeadlineError, InternalError, InvalidRequestError, Leg
+from engine_core.types.errors import DeadlineError, InternalError, InvalidRequestError, Leg, PdmeshError
 from engine_core.types.request import GenerateSpec, Role
 from pdmesh.common.v1 import identity_pb2
 from pdmesh.decode.v1 import decode_service_pb2, decode_service_pb2_grpc
@@ -42,6 +42,11 @@ from services.worker.sessions import SessionTable
 
 DEADLINE_GRACE = 1.0
 """The engine ends a session at its deadline; the stream waits this much longer for its word."""
+
+LAST_WORD_SECONDS = 0.5
+"""Seconds that a prefill worker's service process has to say why the link to its engine broke."""
+
+_OF_A_BROKEN_LINK = frozenset({"LINK_DOWN", "PUSH_FAILED"})
 
 _Context = grpc.aio.ServicerContext[decode_service_pb2.GenerateRequest, decode_service_pb2.GenerateResponse]
 
@@ -193,12 +198,20 @@ class _Relay:
             message = decode_service_pb2.GenerateResponse(
                 first_index=self._next_index - len(output.token_ids),
                 token_ids=output.token_ids,
+                cached_tokens=output.cached_tokens,
                 finished=finish_to_proto(output.finish) if output.finish is not None else None,
             )
             await context.write(message)
         if output.error is not None:
-            raise from_error_info(output.error)
+            raise await self._why(from_error_info(output.error))
         return output.finish is not None
+
+    async def _why(self, error: PdmeshError) -> PdmeshError:
+        """A link that breaks is mostly a worker that died: its service process then says how, a moment later."""
+        if error.reason not in _OF_A_BROKEN_LINK or self._leg is None or self._leg_task is None:
+            return error
+        await asyncio.wait({self._leg_task}, timeout=LAST_WORD_SECONDS)
+        return self._leg.failure or error
 
     async def close(self) -> None:
         """Ends the leg: its stream is cancelled first, so that prefill aborts at once. Awaited with a limit."""

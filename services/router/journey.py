@@ -130,6 +130,8 @@ class Journey:
         self._placed_at = 0.0
         self._fingerprint = ""
         self._placement: Placement | None = None
+        self._cached: int | None = None
+        """What the client's prompt found in caches: a resumed attempt finds its own output there too."""
         self._evidence = Evidence()
         self._gated: list[int] = []
         """Workers that this sample, a suspect, keeps other suspects away from."""
@@ -336,6 +338,8 @@ class Journey:
             before = len(output.token_ids)
             if ids:
                 self._take(message.first_index, len(ids), placement, held)
+                if message.HasField("cached_tokens") and self._cached is None:
+                    self._cached = message.cached_tokens
                 text = output.add(ids, None if finish is None else finish.stop_token_id)
             if finish is not None and finish.reason in (FinishReason.CANCELLED, FinishReason.PREEMPTED):
                 raise UnavailableError(
@@ -402,6 +406,8 @@ class Journey:
             for leg, stages in (("prefill", finish.prefill_timings), ("decode", finish.timings)):
                 if leg == "decode" or placement.prefill is not None:
                     timings |= {f"{leg}_{name}": getattr(stages, name) for name in stages.__struct_fields__}
+        if self._cached is None and finish is not None:
+            self._cached = finish.cached_tokens
         stop_reason: str | int | None = output.stop_string
         reason = FinishReason.STOP
         if stop_reason is None and finish is not None:
@@ -416,7 +422,7 @@ class Journey:
             token_ids=output.token_ids,
             finish_reason=reason.value,
             stop_reason=stop_reason,
-            cached_tokens=finish.cached_tokens if finish is not None else 0,
+            cached_tokens=self._cached or 0,
             timings=timings,
             path=finish.path if finish is not None else "",
             transport=finish.transport if finish is not None else "",

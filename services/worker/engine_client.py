@@ -7,7 +7,8 @@ The life of an engine, as seen from here:
     open()       queues an Open frame and returns the session's SessionHandle; frames of the session are
                  routed to it; handle.end() queues EndSession exactly once, without await
     death        end-of-file, a broken frame, or a silent engine (watchdog): every session and link waiter
-                 fails at once with UnavailableError, `dead` is set; nothing is restarted here
+                 fails at once with UnavailableError, `dead` is set; nothing is restarted here. Sessions of the
+                 step that the engine ended in by its own doing fail as ENGINE_CRASHED, others as ENGINE_DIED
 
 Nothing here blocks the loop: reads come from the transport's callback, writes go into its buffer. The
 buffer is bounded: above SOFT_WRITE_LIMIT new sessions are refused, above HARD_WRITE_LIMIT the engine
@@ -19,6 +20,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -29,10 +32,12 @@ import msgspec
 
 from engine_core.host import frames
 from engine_core.host.frames import FromEngine, LinkUp, Ready, Stats, ToEngine
+from engine_core.host.step_page import StepPage, create_page
 from engine_core.lifecycle.machine import Move
 from engine_core.types.errors import ConfigError, FencedError, InternalError, Leg, QueueFullError, UnavailableError
 from engine_core.types.ids import Incarnation, SessionId
 from services.config import engine_environment
+from services.worker.engine_death import is_stopped, out_of_memory_kills, own_doing
 from services.worker.link_book import LinkBook, LinkListener
 from services.worker.session_handle import SessionHandle
 
@@ -41,7 +46,9 @@ logger = logging.getLogger(__name__)
 SOFT_WRITE_LIMIT = 32 * 1024 * 1024
 HARD_WRITE_LIMIT = 256 * 1024 * 1024
 REAP_SECONDS = 5.0
-EXIT_SECONDS = 0.02
+EXIT_SECONDS = 0.5
+"""How long the exit code may come after the end of the socket."""
+_EXIT_LOOK = 0.005
 HEARTBEATS_MISSED = 2.0
 """Seconds without a heartbeat, which comes each second, that are nothing to speak of."""
 
@@ -84,7 +91,10 @@ class EngineClient:
         self._transport: asyncio.Transport | None = None
         self._ready: asyncio.Future[Ready] | None = None
         self._watchdog: asyncio.Task[None] | None = None
+        self._page: StepPage | None = None
+        self._out_of_memory_kills = 0
         self._death: str | None = None
+        self._ending = False
         self._closing = False
         self._frames_seen = 0
         self._outputs_seen = 0
@@ -106,16 +116,22 @@ class EngineClient:
         or took longer than ready_timeout. On an error no process is left.
         """
         loop = asyncio.get_running_loop()
+        self._out_of_memory_kills = out_of_memory_kills()
         ours, theirs = frames.frame_socketpair()
         self._ready = loop.create_future()
         self._ready.add_done_callback(_retrieve)
+        page_fd = -1
         try:
-            self._process = self._spawn(theirs.fileno())
+            page_fd = create_page()
+            self._page = StepPage(page_fd)
+            self._process = self._spawn(theirs.fileno(), page_fd)
         except OSError as exc:
             ours.close()
             raise ConfigError(f"engine process could not be started: {exc}") from exc
         finally:
             theirs.close()
+            if page_fd >= 0:
+                os.close(page_fd)
         ours.setblocking(False)
         transport, _ = await loop.create_unix_connection(lambda: _EngineProtocol(self), sock=ours)
         self._transport = transport
@@ -134,11 +150,11 @@ class EngineClient:
         self._watchdog = loop.create_task(self._watch(), name="engine-watchdog")
         return ready
 
-    def _spawn(self, fd: int) -> subprocess.Popen[bytes]:
+    def _spawn(self, fd: int, page_fd: int) -> subprocess.Popen[bytes]:
         # Its own session: a Ctrl-C in the terminal drains the service process; the engine follows that.
         return subprocess.Popen(
-            [*self._command, "--fd", str(fd)],
-            pass_fds=(fd,),
+            [*self._command, "--fd", str(fd), "--page-fd", str(page_fd)],
+            pass_fds=(fd, page_fd),
             stdin=subprocess.DEVNULL,
             env=engine_environment(),
             start_new_session=True,
@@ -160,6 +176,9 @@ class EngineClient:
             await asyncio.to_thread(_wait, self._process, REAP_SECONDS)
         if self._transport is not None:
             self._transport.abort()
+        if self._page is not None:
+            self._page.close()
+            self._page = None
 
     async def _watch(self) -> None:
         """Kills an engine that sends no frame, or has work and makes no step. Counts its own ticks: when this
@@ -173,14 +192,23 @@ class EngineClient:
             self._stuck = self._stuck + tick if busy and self.progress == progress else 0.0
             seen, progress = self._frames_seen, self.progress
             if self._process is not None and self._process.poll() is not None:
-                self._die(f"engine ended with {_exit_text(self._process.returncode)}")
+                self._ended_by_itself(self._process.returncode)
             elif self._silent >= self._watchdog_timeout:
-                self._die(f"engine sent no frame for {self._watchdog_timeout:g} s")
+                self._die(f"engine sent no frame for {self._watchdog_timeout:g} s", crashed=not is_stopped(self.pid))
             elif self._stuck >= self._watchdog_timeout:
-                self._die(f"engine had work and made no step for {self._watchdog_timeout:g} s")
+                self._die(f"engine had work and made no step for {self._watchdog_timeout:g} s", crashed=True)
 
-    def _die(self, why: str) -> None:
-        """Fails everything at once. The process is killed: an engine that nobody hears must not push KV."""
+    def _ended_by_itself(self, returncode: int) -> None:
+        kills = out_of_memory_kills()
+        oom = kills > self._out_of_memory_kills
+        why = f"engine ended with {_exit_text(returncode)}"
+        if oom and returncode == -signal.SIGKILL:
+            why += " (the kernel is out of memory)"
+        self._die(why, crashed=own_doing(returncode, out_of_memory=oom))
+
+    def _die(self, why: str, *, crashed: bool = False) -> None:
+        """Fails everything at once. The process is killed: an engine that nobody hears must not push KV. `crashed`:
+        it was its own doing, and the step's that was executing."""
         if self._death is not None:
             return
         self._death = why
@@ -189,18 +217,19 @@ class EngineClient:
                 self._process.kill()
             logger.error("engine pid %d: %s", self._process.pid, why)
         for handle in list(self._sessions.values()):
-            handle.fail(self._dead_error())
+            in_step = crashed and self._page is not None and self._page.busy_with(handle.session)
+            handle.fail(self._dead_error("ENGINE_CRASHED" if in_step else "ENGINE_DIED"))
         self._sessions.clear()
         self._links.fail(self._dead_error)
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(self._dead_error())
         self.dead.set()
 
-    def _dead_error(self) -> UnavailableError:
+    def _dead_error(self, reason: str = "ENGINE_DIED") -> UnavailableError:
         return UnavailableError(
             f"{self._leg.value}: {self._death or 'engine is gone'}",
             leg=self._leg,
-            reason="ENGINE_DIED",
+            reason=reason,
             peer_incarnation=self._configure.incarnation,
         )
 
@@ -363,12 +392,24 @@ class EngineClient:
                 self._die(f"engine sent a broken frame: {exc}")
 
     def on_end(self, why: str) -> None:
-        """The socket is gone."""
-        if self._process is not None and self._death is None:
-            _wait(self._process, EXIT_SECONDS)  # the socket closes a moment before the exit code is there
-        if self._process is not None and self._process.poll() is not None:
-            why = f"ended with {_exit_text(self._process.returncode)}"
+        """The socket is gone, mostly a moment before the exit code is there, which says how."""
+        if self._ending or self._death is not None:
+            return
+        self._ending = True
+        loop = asyncio.get_running_loop()
+        self._bury(why, loop, loop.time() + EXIT_SECONDS)
+
+    def on_broken(self, why: str) -> None:
+        """What comes over the socket can't be read."""
         self._die(f"engine {why}")
+
+    def _bury(self, why: str, loop: asyncio.AbstractEventLoop, until: float) -> None:
+        if self._process is not None and self._process.poll() is not None:
+            self._ended_by_itself(self._process.returncode)
+        elif self._process is None or self._closing or loop.time() >= until:
+            self._die(f"engine {why}")
+        elif self._death is None:
+            loop.call_later(_EXIT_LOOK, self._bury, why, loop, until)
 
     def _route(self, frame: FromEngine) -> None:
         self._frames_seen += 1
@@ -388,6 +429,7 @@ class EngineClient:
                 self._give(frame.session, frame)
             case frames.Stats():
                 self.stats, self.stats_at = frame, time.monotonic()
+                self._out_of_memory_kills = out_of_memory_kills()
                 waiters, self._stats_waiters = self._stats_waiters, []
                 for waiter in waiters:
                     if not waiter.done():
@@ -424,7 +466,7 @@ class _EngineProtocol(asyncio.Protocol):
         try:
             bodies = self._splitter.feed(data)
         except ValueError as exc:
-            self._client.on_end(f"sent a broken stream: {exc}")
+            self._client.on_broken(f"sent a broken stream: {exc}")
             return
         self._client.on_bodies(bodies)
 

@@ -45,6 +45,7 @@ def inference_config(config: WorkerConfig, socket_dir: str) -> dict[str, Any]:
             verify_kv=config.verify_kv,
             script=config.transfer_script,
         ),
+        fault_script=config.fault_script,
     )
     whole.check()
     plain: dict[str, Any] = msgspec.to_builtins(whole)

@@ -342,6 +342,8 @@ class Life:
         await self.server.set_serving(False)
         if why.reason == HANDOVER:  # who resumes must not come back here
             await self.leave_placement()
+        if self.engine.death is not None:  # the streams say themselves whether it was their step
+            await self.sessions.wait_idle(_STOP_GRACE)
         self.sessions.cut(why.message, why.reason)
         await self.sessions.wait_idle(_STOP_GRACE)
 

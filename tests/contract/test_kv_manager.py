@@ -317,3 +317,21 @@ def test_conservation_names_what_is_broken(kv: KVCacheManager) -> None:
     kv.block_ids(A)[0].pop()
     with pytest.raises(InternalError, match="block 2 has 1 used references; the owners' tables show 0"):
         kv.check_conservation()
+
+
+def test_disowned_blocks_stay_held_and_are_not_found_again(kv: KVCacheManager, groups: int) -> None:
+    cache(kv, text(8))
+    kv.acquire(A, text(16), 16, "")
+    kv.commit(A, text(16), 16)
+    kv.acquire(B, text(9), 9, "")  # shares the first two blocks
+    kv.disown(A)
+    kv.check_conservation()
+    assert kv.lookup(text(17), "") == 8, "what another holds too stays"
+    assert kv.usage().used == 5 * groups
+    kv.release(A)
+    kv.check_conservation()
+    assert kv.usage() == KvUsage(total=8 * groups, free=5 * groups, used=3 * groups)
+    kv.release(B)
+    kv.disown(B)
+    assert kv.usage().cached == 2 * groups
+    kv.check_conservation()

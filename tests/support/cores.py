@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from engine_core.engine import EngineCore
 from engine_core.kv.manager import KVCacheManager
 from engine_core.scheduler.messages import Frame, Outputs, SessionOutput
-from engine_core.scheduler.step import StepPlan, StepResult
+from engine_core.scheduler.step import SequenceFailure, StepPlan, StepResult
 from engine_core.transfer.base import LinkClosed, LinkOpened, TransferCommand
 from engine_core.types.ids import Incarnation
 from engine_core.types.request import Role
@@ -46,6 +46,8 @@ class DrivenCore:
         self.commands: list[TransferCommand] = []
         self.plans: list[StepPlan] = []
         self.forced: dict[int, int] = {}
+        self.failing: dict[int, bool] = {}
+        """Positions whose draw fails; True when the sequence is lost, and not to blame."""
 
     def link(self, link_id: int = 1, *, local_quiet: bool = False) -> None:
         """Opens a link."""
@@ -87,12 +89,15 @@ class DrivenCore:
         if plan is None:
             return None
         self.plans.append(plan)
-        sampled = []
-        for part in plan.sequences:
+        sampled, failures = [], []
+        for index, part in enumerate(plan.sequences):
             position = part.start + len(part.token_ids)
+            if part.sample and position in self.failing:
+                failures.append(SequenceFailure(index, "no number", self.failing[position]))
             token = self.forced.get(position, next_token(position))
             sampled.append(token if part.sample else -1)
-        self.core.settle(plan, StepResult(plan.step, tuple(sampled)), self.clock())
+        result = StepResult(plan.step, tuple(sampled), failures=tuple(failures))
+        self.core.settle(plan, result, self.clock())
         self.take()
         return plan
 

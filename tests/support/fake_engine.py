@@ -31,6 +31,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from engine_core.host import frames
+from engine_core.host.step_page import StepPage
 from engine_core.lifecycle.machine import Move
 from engine_core.types.ids import SessionId
 from engine_core.types.kv import (
@@ -52,7 +53,8 @@ PARTS = {"model": "echo", "tokenizer": "tok", "block_size": str(BLOCK)}
 
 def command(**script: Any) -> tuple[str, ...]:
     """The command line of a fake. Keys: journal, socket, parts, startup_error, ready_delay, stats_every,
-    link_error, ignore_shutdown, drop (links are dropped while that file exists)."""
+    link_error, ignore_shutdown, drop (links are dropped while that file exists), in_step (rooms that it always
+    claims to compute)."""
     return (sys.executable, str(Path(__file__).resolve()), "--script", json.dumps(script))
 
 
@@ -361,9 +363,13 @@ def main() -> None:
     """Reads the command line and runs."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--page-fd", type=int)
     parser.add_argument("--script", default="{}")
     args = parser.parse_args()
-    FakeEngine(args.fd, json.loads(args.script)).run()
+    script = json.loads(args.script)
+    if args.page_fd is not None and "in_step" in script:
+        StepPage(args.page_fd).begin([SessionId(room) for room in script["in_step"]])
+    FakeEngine(args.fd, script).run()
 
 
 if __name__ == "__main__":

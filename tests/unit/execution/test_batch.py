@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from engine_core.config import InferenceConfig, ModelConfig, SchedulerConfig
 from engine_core.execution.batch import BatchBuilder
@@ -111,11 +110,16 @@ def test_a_step_reports_its_time_and_an_empty_plan_is_nothing() -> None:
     assert 0 < result.forward_seconds <= result.seconds
 
 
-def test_broken_numbers_end_the_step() -> None:
+def test_broken_numbers_fail_the_sequences_that_they_came_out_for() -> None:
     stepper = Stepper(tiny_model("llama"))
-    stepper.worker._model._final_norm = torch.full((64,), float("nan"))
-    with pytest.raises(InternalError, match="NaN"):
-        stepper.generate([5, 6, 7], 1)
+    calm = stepper.generate([5, 6, 7], 1)
+    stepper.worker._model._embedding[9] = float("nan")
+    streams = [stepper.stream(prompt, 1) for prompt in ([5, 6, 7], [5, 9, 7], [5, 9], [5, 6, 7])]
+    parts = [stream.part(2) for stream in streams[:3]] + [streams[3].part(3)]
+    result = stepper.worker.execute(StepPlan(1, tuple(parts)))
+    # The second reaches no draw yet; the third does.
+    assert result.sampled == (-1, -1, -1, calm[0])
+    assert [(f.index, f.message, f.lost) for f in result.failures] == [(2, "the logits at position 2 hold NaN", False)]
 
 
 def test_sampled_output_replays_whatever_the_chunks() -> None:

@@ -389,3 +389,35 @@ def test_a_first_token_outside_the_vocabulary_fails_its_session_alone(token: int
     failed = core.outputs()[-1]
     assert failed.token_ids == () and failed.error is not None and failed.error.leg == "prefill"
     assert f"token {token}, which is outside the vocabulary of 100" in failed.error.message
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_sequence_that_cannot_be_computed_fails_alone(lost: bool) -> None:  # noqa: FBT001
+    core = mixed(num_blocks=20)
+    core.failing[5] = lost
+    core.send(Open(spec((1, 2, 3), max_tokens=9), remote=False))
+    core.send(Open(spec(tuple(range(10, 22)), room=2, max_tokens=3), remote=False))
+    core.run()
+    assert core.tokens(1) == [next_token(3), next_token(4)]
+    error = core.outputs(1)[-1].error
+    assert error is not None
+    expected = ("PeerFailedError", "SEQUENCE_LOST", True) if lost else ("InternalError", "NUMBERS", False)
+    assert (error.kind, error.reason, error.retryable) == expected
+    assert core.tokens(2) == [next_token(12 + i) for i in range(3)]
+    core.send(EndSession(S1), EndSession(S2))
+    assert core.kv.usage().used == 0
+    assert core.kv.lookup((1, 2, 3, 4), "") == 0, "what was computed for it is not to be trusted"
+    assert core.kv.lookup(tuple(range(10, 22)), "") == 10
+
+
+def test_the_first_output_says_what_was_cached() -> None:
+    core = mixed(num_blocks=20)
+    prompt = tuple(range(10, 20))
+    for room, cached in ((1, 0), (2, 8)):
+        core.send(Open(spec(prompt, room=room, max_tokens=3), remote=False))
+        core.run()
+        assert [o.cached_tokens for o in core.outputs(room)] == [cached, None, None]
+    remote = decode(num_blocks=20)
+    to_ticket(remote, prompt=(1, 2, 3))
+    remote.send(LegToken(S1, 50, cached_tokens=2))
+    assert [o.cached_tokens for o in remote.outputs(1)] == [2]

@@ -266,3 +266,20 @@ def test_a_ticketed_session_gets_a_place_from_those_that_wait_for_tickets() -> N
     (push,) = of(Push, core.commands)
     assert of(Delivered, done(core, push))[0].session == S2
     assert core.core.stats().counters["set_back"] == 3
+
+
+def test_a_prompt_that_cannot_be_computed_fails_alone() -> None:
+    core = prefill(num_blocks=20, max_batch_tokens=4)
+    core.failing[6] = False
+    opened(core, 1, (1, 2, 3, 4, 5, 6))
+    opened(core, 2, (7, 8, 9))
+    core.send(TicketArrived(S1, ticket((7, 8, 9), num_tokens=6)))
+    core.run()
+    (failed,) = of(SessionFailed, core.frames)
+    assert (failed.session, failed.error.kind, failed.error.reason) == (S1, "InternalError", "NUMBERS")
+    for push in of(Push, core.commands):
+        core.event(SourceQuiet(1, push.session))
+    core.send(EndSession(S1))
+    assert core.kv.lookup((1, 2, 3, 4, 5, 6), "") == 0, "what was computed for it is not to be trusted"
+    core.send(TicketArrived(S2, ticket((3, 4), num_tokens=3)))
+    assert [f.token_id for f in of(FirstToken, core.frames)] == [next_token(3)]

@@ -144,6 +144,40 @@ async def test_killed_engine_fails_every_session_and_waiter_at_once() -> None:
             handle.end("cleanup")
 
 
+@pytest.mark.parametrize(
+    ("number", "reasons"),
+    [
+        (signal.SIGSEGV, ["ENGINE_CRASHED", "ENGINE_DIED", "ENGINE_CRASHED"]),
+        (signal.SIGABRT, ["ENGINE_CRASHED", "ENGINE_DIED", "ENGINE_CRASHED"]),
+        (signal.SIGKILL, ["ENGINE_DIED"] * 3),
+        (signal.SIGTERM, ["ENGINE_DIED"] * 3),
+    ],
+)
+async def test_a_crash_is_told_to_those_whose_step_it_was(number: signal.Signals, reasons: list[str]) -> None:
+    async with engine(in_step=[1, 3]) as client:
+        handles = [client.open(frames.Open(spec=spec(room, "hold:d.open"), remote=False)) for room in (1, 2, 3)]
+        os.kill(client.pid, number)
+        async with asyncio.timeout(10):
+            results = await asyncio.gather(*(handle.next() for handle in handles), return_exceptions=True)
+        assert [r.reason for r in results if isinstance(r, UnavailableError)] == reasons
+        assert client.death == f"engine ended with signal {number.value}"
+        for handle in handles:
+            handle.end("cleanup")
+
+
+@pytest.mark.parametrize(("stopped", "reason"), [(False, "ENGINE_CRASHED"), (True, "ENGINE_DIED")])
+async def test_a_step_that_never_ends_is_a_crash_and_a_stopped_process_is_none(stopped: bool, reason: str) -> None:
+    async with engine(watchdog=0.5, in_step=[1]) as client:
+        handle = client.open(frames.Open(spec=spec(request_id="mute:d.open"), remote=False))
+        if stopped:
+            os.kill(client.pid, signal.SIGSTOP)
+        with pytest.raises(UnavailableError, match="no frame for 0.5 s") as caught:
+            async with asyncio.timeout(10):
+                await handle.next()
+        assert caught.value.reason == reason
+        handle.end("cleanup")
+
+
 async def test_silent_engine_is_killed_by_the_watchdog() -> None:
     async with engine(watchdog=0.5) as client:
         handle = client.open(frames.Open(spec=spec(request_id="mute:d.open"), remote=False))

@@ -111,6 +111,7 @@ async def test_a_stuck_service_process_is_killed_by_its_silence(bench: Bench, na
     await mesh.until_quiet()
 
 
+@pytest.mark.slow
 async def test_health_hangs_on_nobody_else() -> None:
     """With Bootstrap and the only prefill worker dead, decode still is what it was: alive, and ready to serve."""
     pool = ChannelPool()

@@ -43,7 +43,7 @@ async def streams(mesh: Mesh, name: str) -> int:
     return int((await mesh.rank(name))["streams"])
 
 
-@pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
+@pytest.mark.parametrize("name", ["decode-0", pytest.param("prefill-0", marks=pytest.mark.slow)])
 async def test_a_drain_hands_over_at_its_limit_and_nobody_notices(bench: Bench, name: str) -> None:
     mesh, role = bench.mesh, Role.DECODE if name.startswith("decode") else Role.PREFILL
     before = await mesh.rank(name)
@@ -78,6 +78,7 @@ async def _used(mesh: Mesh, name: str) -> bool:
     return bool((await mesh.rank(name))["counters"]["sessions_opened"])
 
 
+@pytest.mark.slow
 async def test_sigterm_lets_streams_end_or_hands_them_over(bench: Bench) -> None:
     mesh = bench.mesh
     async with Load(mesh.url, ASKS, width=6) as load:

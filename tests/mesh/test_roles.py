@@ -14,7 +14,7 @@ from tests.support.load import Load, run_all
 from tests.support.mesh import Mesh
 from tests.support.models import tiny_model
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ASKS = some_asks(8, 120)
 

@@ -23,7 +23,7 @@ ASKS = [*some_asks(6, 200), LONG]
 @pytest.mark.parametrize(
     ("new", "limit"),
     [
-        pytest.param({}, 1.0, id="one fingerprint: what is open is handed over"),
+        pytest.param({}, 1.0, id="one fingerprint: what is open is handed over", marks=pytest.mark.slow),
         pytest.param({"block_size": 32}, 1.0, id="another fingerprint: what is open ends where it began"),
     ],
 )

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engine_core.types.request import Role
 from engine_core.types.sampling import SamplingParams
 from services.cli.drain import drain
@@ -35,6 +37,7 @@ def assert_whole(answers: Sequence[Answer], model: Path, calm: Mapping[Ask, Sequ
         if calm is None or answer.token_ids != list(calm[answer.ask]):
             doubtful.append(claim_of(answer))
     if doubtful:
+        torch.set_num_threads(1)  # the mesh's own processes want the cores
         oracle_for(model).assert_right(doubtful)
 
 

@@ -9,6 +9,7 @@ What a session does beside that, its request_id says, as "ACTION:POINT":
     hold     stay there and do nothing more           fail    end the session in QueueFullError
     die      kill -9 oneself                          mute    send no frame at all any more (stats neither)
     gap      leave out one token                      burst   send all tokens as one frame each, at once
+    stick    stay there and call it work                overflow  call the whole pool quarantined for too long
 
 Points: p.open p.started p.token (prefill: before Started, FirstToken, Delivered),
 d.open d.started d.token d.decoding (decode: before OpenLeg, SendTicket, the first output, the third one).
@@ -88,7 +89,7 @@ class FakeEngine:
         self._links: dict[int, socket.socket] = {}
         self._pairs: dict[int, frames.LinkUp] = {}
         self._incarnation, self._instance = 0, ""
-        self._mute = False
+        self._mute = self._stuck = self._overflow = False
         self._steps = 0
 
     def run(self) -> None:
@@ -204,6 +205,8 @@ class FakeEngine:
             os.kill(os.getpid(), signal.SIGKILL)
         if session.action == "mute":
             self._mute = True
+        self._stuck = self._stuck or session.action == "stick"
+        self._overflow = self._overflow or session.action == "overflow"
         if session.action == "fail":
             info = frames.ErrorInfo(
                 kind="QueueFullError", message="asked to fail", reason="QUEUE_FULL", retryable=True, retry_after=2.0
@@ -312,7 +315,8 @@ class FakeEngine:
             sessions=len(self._sessions),
             kv=KvUsage(total=64, free=64),
             steps=self._steps,
-            busy=self._decoding(),
+            busy=self._decoding() or self._stuck,
+            stuck=64 if self._overflow else 0,
             pairs=pairs,
             counters={"steps": float(self._steps)},
         )

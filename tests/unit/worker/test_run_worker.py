@@ -62,6 +62,7 @@ class Bench:
     def __init__(self, folder: Path, bootstrap: str) -> None:
         self.folder, self.bootstrap, self.channels = folder, bootstrap, ChannelPool()
         self.workers: list[Running] = []
+        self.registry = Running()
 
     def worker(self, role: Role, name: str = "", script: dict[str, Any] | None = None, **config: Any) -> Running:
         name = name or f"{role.value.lower()}-0"
@@ -117,6 +118,7 @@ async def bench(folder: Path) -> AsyncIterator[Bench]:
     config = BootstrapConfig(port=0)
     bootstrap.task = asyncio.ensure_future(bootstrap_main.run(config, bootstrap.stop, bootstrap.info.set_result))
     made = Bench(folder, (await bootstrap.ready())["endpoint"])
+    made.registry = bootstrap
     try:
         yield made
     finally:
@@ -346,6 +348,70 @@ async def test_engine_death_ends_the_process_after_its_streams(tmp_path: Path) -
             async with asyncio.timeout(10):
                 await running.task
         assert await made.rows() == []
+
+
+async def test_an_engine_that_makes_no_step_is_reported_then_killed(tmp_path: Path) -> None:
+    async with bench(tmp_path) as made:
+        running = made.worker(Role.MIXED, watchdog_timeout=6.0)
+        mixed = await running.ready()
+        call = made.generate(mixed, None, 1, "stick:d.decoding")
+        assert (await call.read()).token_ids[0] == 11
+        stub = made.worker_stub(mixed)
+        stats = await until_stats(stub, lambda s: s.stalled_seconds >= 3.0)
+        assert stats.stalled_seconds < 6.0 and stats.engine_pid == mixed["engine_pid"]
+        async with asyncio.timeout(5):
+            while await made.health(mixed) != health_pb2.HealthCheckResponse.NOT_SERVING:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await tokens_of(call)
+        error = from_rpc_error(caught.value, Leg.UNKNOWN)
+        assert error.reason == "ENGINE_DIED" and "had work and made no step for 6 s" in error.message
+        assert running.task is not None
+        with pytest.raises(UnavailableError, match="made no step"):
+            async with asyncio.timeout(10):
+                await running.task
+        assert not Path(f"/proc/{mixed['engine_pid']}").exists()
+
+
+async def test_a_pool_that_is_quarantined_is_given_up_without_blame(tmp_path: Path) -> None:
+    async with bench(tmp_path) as made:
+        running = made.worker(Role.MIXED)
+        mixed = await running.ready()
+        call = made.generate(mixed, None, 1, "hold:d.decoding")
+        assert (await call.read()).token_ids[0] == 11
+        other = made.generate(mixed, None, 2, "overflow:d.decoding")
+        for stream in (call, other):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await tokens_of(stream)
+            error = from_rpc_error(caught.value, Leg.UNKNOWN)
+            assert (error.reason, error.retryable) == ("HANDOVER", True)
+            assert "100% of the KV cache waits for a proof of quiet" in error.message
+        assert running.task is not None
+        with pytest.raises(UnavailableError, match="starts anew"):
+            async with asyncio.timeout(10):
+                await running.task
+        assert await made.rows() == []
+
+
+async def test_health_hangs_on_nobody_else(tmp_path: Path) -> None:
+    """With its only prefill worker and every Bootstrap gone, decode is as alive and as ready as before."""
+    async with bench(tmp_path) as made:
+        prefill, decode = made.worker(Role.PREFILL, "p"), made.worker(Role.DECODE, "d")
+        await prefill.ready()
+        info = await decode.ready()
+        for running in (made.registry, prefill):
+            running.stop.request_now()
+            assert running.task is not None
+            async with asyncio.timeout(20):
+                await running.task
+        stub: Any = health_pb2_grpc.HealthStub(made.channels.get(info["endpoint"]))
+        watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(TimeoutError):  # the link and the watch of the table are long known to be gone
+            async with asyncio.timeout(1.0):
+                await watch.read()
+        watch.cancel()
+        assert await made.health(info) == health_pb2.HealthCheckResponse.SERVING
 
 
 async def test_model_error_is_raised_before_registering(tmp_path: Path) -> None:

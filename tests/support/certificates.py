@@ -30,11 +30,13 @@ class Authority:
 
 
 class Files:
-    """tls.crt, tls.key, ca.crt and token in a folder, each replaced whole as an operator would."""
+    """tls.crt, tls.key, ca.crt and token in a folder. Certificates change all at once, as a cluster changes mounted
+    secrets: by a link to a folder that is turned over."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.cert, self.key, self.ca = folder / "tls.crt", folder / "tls.key", folder / "ca.crt"
+        self.folder, self._versions = folder, 0
+        now = folder / "now"
+        self.cert, self.key, self.ca = now / "tls.crt", now / "tls.key", now / "ca.crt"
         self.token = folder / "token"
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -51,9 +53,14 @@ class Files:
     def certify(self, authority: Authority, *names: str, expired: bool = False, trusted: bytes = b"") -> None:
         """Writes a new certificate with its key, and the authorities to trust."""
         cert, key = authority.issue(*names, expired=expired)
-        self.write(self.key, key)
-        self.write(self.cert, cert)
-        self.write(self.ca, trusted or authority.pem)
+        self._versions += 1
+        version = self.folder / f"version-{self._versions}"
+        version.mkdir()
+        for path, data in ((self.cert, cert), (self.key, key), (self.ca, trusted or authority.pem)):
+            (version / path.name).write_bytes(data)
+        link = self.folder / "next"
+        link.symlink_to(version)
+        link.replace(self.cert.parent)
 
     @property
     def token_options(self) -> dict[str, Any]:

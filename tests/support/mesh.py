@@ -66,8 +66,10 @@ class Mesh:
         options: Mapping[str, Any] | None = None,
         overrides: Mapping[str, Mapping[str, Any]] | None = None,
         check_conservation: bool = True,
+        kept_lines: int = KEPT_LINES,
     ) -> None:
         self.model = str(model)
+        self._kept_lines = kept_lines
         self.check_conservation = check_conservation
         """May be set to False by a test that leaves a process stopped on purpose."""
         passed = {**TEST_DEFAULTS, **(options or {})}
@@ -132,7 +134,7 @@ class Mesh:
         assert name not in self._children or self._children[name].gone.is_set(), f"{name} runs"
         self._killed.discard(name)
         self._exits.pop(name, None)
-        lines = self._lines.setdefault(name, deque(maxlen=KEPT_LINES))
+        lines = self._lines.setdefault(name, deque(maxlen=self._kept_lines))
         child = Child(self._spec(name), lambda _n, line: lines.append(line), silence=1e6, start_timeout=START_TIMEOUT)
         self._children[name] = child
 
@@ -147,6 +149,10 @@ class Mesh:
             end = self._exits[name].reason if name in self._exits else "not ready in time"
             raise AssertionError(f"{name} did not start: {end}\n" + "\n".join(lines))
         self._ports[name] = int(str(child.info["endpoint"]).rpartition(":")[2])
+
+    def configure(self, name: str, **options: Any) -> None:
+        """Options of one process from its next start on."""
+        self._overrides[name] = {**self._overrides.get(name, {}), **options}
 
     async def until_ready(self, timeout: float = START_TIMEOUT, router: str = "router") -> None:
         """Waits until a router answers 200 on /readiness."""

@@ -88,7 +88,9 @@ async def test_an_open_loop_over_chat_goes_by_its_trace(llama: Served, tmp_path:
 
 async def test_ctrl_c_reports_what_there_is(llama: Served, tmp_path: Path) -> None:
     result = tmp_path / "a.json"
-    process = await start(llama, "--rate", "20", "--arrival", "bursts", "--duration", "80", "--json", str(result))
+    process = await start(
+        llama, "--rate", "8", "--arrival", "bursts", "--output-tokens", "16", "--duration", "80", "--json", str(result)
+    )
     async with asyncio.timeout(LIMIT):
         assert process.stderr is not None
         while not re.search(rb"measuring, .* [1-9]\d* ok", await process.stderr.readline()):

@@ -11,10 +11,16 @@ _COUNTED = ("output_tokens", "prompt_tokens_computed")
 """Counters of workers whose rate is shown."""
 
 
+WINDOW_SECONDS = 3.0
+"""What rates are taken over: long enough to see transfers that take milliseconds, short enough to be of now."""
+
+
 class _Count(msgspec.Struct, frozen=True):
-    time: float
+    """`past` holds (time, value) of the window and of the last moment before it, oldest first."""
+
     value: float
     busy: float
+    past: tuple[tuple[float, float], ...]
     rate: float = 0.0
     speed: float = 0.0
 
@@ -22,7 +28,7 @@ class _Count(msgspec.Struct, frozen=True):
 class Flows:
     """Remembers the last figures of each worker, by incarnation.
 
-    `rate` is per second of the clock; `speed` per second that was spent moving, as last seen.
+    `rate` is per second of the clock in the last WINDOW_SECONDS; `speed` per second of moving, as last seen.
     """
 
     def __init__(self) -> None:
@@ -82,11 +88,13 @@ class Flows:
 
 
 def _next(old: _Count | None, now: float, value: float, busy: float) -> _Count:
-    if old is None or value < old.value or now <= old.time:
-        return _Count(now, value, busy, speed=value / busy if busy > 0 else 0.0)
+    if old is None or value < old.value or now <= old.past[-1][0]:
+        return _Count(value, busy, ((now, value),), speed=value / busy if busy > 0 else 0.0)
     moved, spent = value - old.value, busy - old.busy
     speed = moved / spent if moved > 0 and spent > 0 else old.speed
-    return _Count(now, value, busy, moved / (now - old.time), speed)
+    begin = max((i for i, (time, _) in enumerate(old.past) if time <= now - WINDOW_SECONDS), default=0)
+    since, before = old.past[begin]
+    return _Count(value, busy, (*old.past[begin:], (now, value)), (value - before) / (now - since), speed)
 
 
 def _merged(

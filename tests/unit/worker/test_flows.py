@@ -31,7 +31,10 @@ def test_the_rate_is_per_second_of_the_clock_and_the_speed_per_second_of_moving(
     (link,) = flows.links([now, decode])
     assert (link["from"], link["to"], link["transport"], link["bytes"]) == ("p", "d", "shm", 5000)
     assert link["rate"] == 2000.0 and abs(link["speed"] - 40000.0) < 1e-6
-    flows.update(now, 13.0)
+    flows.update(now, 14.0)  # the window of three seconds reaches back to before it moved
+    (link,) = flows.links([now, decode])
+    assert link["rate"] == 1000.0
+    flows.update(now, 16.0)
     (link,) = flows.links([now, decode])
     assert link["rate"] == 0.0 and abs(link["speed"] - 40000.0) < 1e-6  # the speed is that of the last move
 

@@ -133,7 +133,9 @@ export class Charts {
       pen.fillText(share ? trimmed(spec.axis ?? spec.unit)(top * share) : "0", LEFT - 6, line);
     }
     pen.textBaseline = "alphabetic";
-    for (let ago = 0; ago <= this.span; ago += STEPS[this.span]) {
+    const step = STEPS[this.span];
+    const tight = ((width - LEFT - RIGHT) * step) / this.span < 66;
+    for (let ago = 0; ago <= this.span - (tight ? step : 0); ago += step) {
       const place = width - RIGHT - (ago / this.span) * (width - LEFT - RIGHT);
       pen.textAlign = ago === 0 ? "right" : ago === this.span ? "left" : "center";
       pen.fillText(ago === 0 ? "now" : this.span < 180 ? `−${ago} s` : `−${ago / 60} min`, place, height - 5);
@@ -198,10 +200,10 @@ function line(pen, times, values, { x, y, colour, fill }) {
   flush();
 }
 
-/** The next of 1, 2, 4, 5, 10 … above. */
+/** The next round figure above whose half is one too. */
 function ceiling(most, whole) {
   if (most <= 0) return whole ? 4 : 0.1;
   const unit = 10 ** Math.floor(Math.log10(most));
-  const found = [1, 2, 4, 5, 10].find((n) => n * unit >= most) * unit;
+  const found = [1, 2, 4, 6, 8, 10].find((n) => n * unit >= most) * unit;
   return whole ? Math.max(found, 4) : found;
 }

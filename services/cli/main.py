@@ -15,6 +15,7 @@ from services.config import quiet_grpc
 quiet_grpc()  # counts only before grpc is imported
 
 from services.cli import bench, drain, explain, health, model, role, serve, single, status, top  # noqa: E402
+from services.cli.doctor import command as doctor  # noqa: E402
 
 app = typer.Typer(
     help="LLM serving with prefill and decode on separate workers.",
@@ -28,6 +29,7 @@ serve.add_command_to(app)
 single.add_commands(app)
 status.add_command_to(app)
 top.add_command_to(app)
+doctor.add_command_to(app)
 explain.add_command_to(app)
 drain.add_command_to(app)
 role.add_command_to(app)

@@ -145,6 +145,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             tasks=state.session_tasks.count,
             sessions=stats.sessions if stats is not None else 0,
             uptime_seconds=time.monotonic() - state.started,
+            unix_seconds=time.time(),
             fingerprint=state.identity.fingerprint if state.identity is not None else "",
             loop_lag_p99_seconds=state.lag.p99(),
             counters=state.counters(),

@@ -417,3 +417,14 @@ async def test_a_profile_of_some_steps(llama: Served) -> None:
             assert sum(event.get("cat") == "cpu_op" for event in events) > 30
         finally:
             shutil.rmtree(path.parent)
+
+
+async def test_doctor(llama: Served) -> None:
+    await llama.asker.generate(random_prompt(20, 77), max_tokens=2)  # a pair has met
+    code, out, err = await pdmesh(llama.mesh, "doctor", "--json")
+    report = json.loads(out)
+    of_mesh = [f for f in report["findings"] if f["area"] in ("bootstrap", "workers", "versions", "pairs", "router")]
+    assert (code, err, {f["level"] for f in of_mesh}) == (0, "", {"ok"}), of_mesh
+    told = [f["what"] for f in of_mesh]
+    assert told[0] == f"{llama.mesh.bootstrap} answers and knows 3 workers"
+    assert told[-1] == f"{llama.mesh.url.removeprefix('http://')} is ready"

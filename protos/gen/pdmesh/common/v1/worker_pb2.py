@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdmesh.common.v1 import identity_pb2 as pdmesh_dot_common_dot_v1_dot_identity__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpdmesh/common/v1/worker.proto\x12\x10pdmesh.common.v1\x1a\x1fpdmesh/common/v1/identity.proto\"i\n\x07KvUsage\x12\r\n\x05total\x18\x01 \x01(\x03\x12\x0c\n\x04\x66ree\x18\x02 \x01(\x03\x12\x0c\n\x04used\x18\x03 \x01(\x03\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\x03\x12\x0e\n\x06pinned\x18\x05 \x01(\x03\x12\x13\n\x0bquarantined\x18\x06 \x01(\x03\"e\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\x05\x12\x0e\n\x06queued\x18\x02 \x01(\x05\x12\x15\n\rqueued_tokens\x18\x03 \x01(\x03\x12%\n\x02kv\x18\x04 \x01(\x0b\x32\x19.pdmesh.common.v1.KvUsage\"\xa0\x01\n\x0cTransferPair\x12\x18\n\x10peer_incarnation\x18\x01 \x01(\x03\x12\x15\n\rpeer_instance\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\n\n\x02up\x18\x05 \x01(\x08\x12\r\n\x05\x62ytes\x18\x06 \x01(\x03\x12\x0f\n\x07seconds\x18\x07 \x01(\x01\x12\x10\n\x08\x66\x61ilures\x18\x08 \x01(\x03\"\x11\n\x0fGetStatsRequest\"\xeb\x04\n\x10GetStatsResponse\x12\x10\n\x08instance\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.pdmesh.common.v1.Role\x12*\n\x05\x63oord\x18\x03 \x01(\x0b\x32\x1b.pdmesh.common.v1.RankCoord\x12\x13\n\x0bincarnation\x18\x04 \x01(\x03\x12\x0b\n\x03pid\x18\x05 \x01(\x05\x12\x12\n\nengine_pid\x18\x06 \x01(\x05\x12\x0c\n\x04host\x18\x07 \x01(\t\x12\r\n\x05state\x18\x08 \x01(\t\x12$\n\x04load\x18\t \x01(\x0b\x32\x16.pdmesh.common.v1.Load\x12-\n\x05pairs\x18\n \x03(\x0b\x32\x1e.pdmesh.common.v1.TransferPair\x12\x0f\n\x07streams\x18\x0b \x01(\x05\x12\r\n\x05tasks\x18\x0c \x01(\x05\x12\x10\n\x08sessions\x18\r \x01(\x05\x12\x16\n\x0euptime_seconds\x18\x0e \x01(\x01\x12\x13\n\x0b\x66ingerprint\x18\x0f \x01(\t\x12\x1c\n\x14loop_lag_p99_seconds\x18\x10 \x01(\x01\x12\x42\n\x08\x63ounters\x18\x11 \x03(\x0b\x32\x30.pdmesh.common.v1.GetStatsResponse.CountersEntry\x12\x12\n\ndrain_note\x18\x12 \x01(\t\x12\x0f\n\x07\x64rained\x18\x13 \x01(\x08\x12\x17\n\x0fstalled_seconds\x18\x14 \x01(\x01\x12\x1b\n\x13\x66igures_age_seconds\x18\x15 \x01(\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x1f\n\x0e\x45xplainRequest\x12\r\n\x05rooms\x18\x01 \x03(\x03\"\xa7\x01\n\tStateMove\x12\x14\n\x0cunix_seconds\x18\x01 \x01(\x01\x12,\n\x07session\x18\x02 \x01(\x0b\x32\x1b.pdmesh.common.v1.SessionId\x12\x0f\n\x07machine\x18\x03 \x01(\t\x12\x12\n\nfrom_state\x18\x04 \x01(\t\x12\x10\n\x08to_state\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0f\n\x07seconds\x18\x07 \x01(\x01\"=\n\x0f\x45xplainResponse\x12*\n\x05moves\x18\x01 \x03(\x0b\x32\x1b.pdmesh.common.v1.StateMove\"$\n\x13StartProfileRequest\x12\r\n\x05steps\x18\x01 \x01(\x05\"$\n\x14StartProfileResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x14\n\x12StopProfileRequest\"#\n\x13StopProfileResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"t\n\x12\x44rainWorkerRequest\x12\x1a\n\rlimit_seconds\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\x12\x0c\n\x04stop\x18\x03 \x01(\x08\x12\x13\n\x0bincarnation\x18\x04 \x01(\x03\x42\x10\n\x0e_limit_seconds\":\n\x13\x44rainWorkerResponse\x12\x10\n\x08sessions\x18\x01 \x01(\x05\x12\x11\n\tlast_pair\x18\x02 \x01(\x08\"\x8b\x01\n\x11\x43hangeRoleRequest\x12$\n\x04role\x18\x01 \x01(\x0e\x32\x16.pdmesh.common.v1.Role\x12\x1a\n\rlimit_seconds\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\x12\x13\n\x0bincarnation\x18\x04 \x01(\x03\x42\x10\n\x0e_limit_seconds\"7\n\x12\x43hangeRoleResponse\x12\x10\n\x08sessions\x18\x01 \x01(\x05\x12\x0f\n\x07\x63hanged\x18\x02 \x01(\x08\x32\xa2\x04\n\rWorkerService\x12Q\n\x08GetStats\x12!.pdmesh.common.v1.GetStatsRequest\x1a\".pdmesh.common.v1.GetStatsResponse\x12N\n\x07\x45xplain\x12 .pdmesh.common.v1.ExplainRequest\x1a!.pdmesh.common.v1.ExplainResponse\x12]\n\x0cStartProfile\x12%.pdmesh.common.v1.StartProfileRequest\x1a&.pdmesh.common.v1.StartProfileResponse\x12Z\n\x0bStopProfile\x12$.pdmesh.common.v1.StopProfileRequest\x1a%.pdmesh.common.v1.StopProfileResponse\x12Z\n\x0b\x44rainWorker\x12$.pdmesh.common.v1.DrainWorkerRequest\x1a%.pdmesh.common.v1.DrainWorkerResponse\x12W\n\nChangeRole\x12#.pdmesh.common.v1.ChangeRoleRequest\x1a$.pdmesh.common.v1.ChangeRoleResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dpdmesh/common/v1/worker.proto\x12\x10pdmesh.common.v1\x1a\x1fpdmesh/common/v1/identity.proto\"i\n\x07KvUsage\x12\r\n\x05total\x18\x01 \x01(\x03\x12\x0c\n\x04\x66ree\x18\x02 \x01(\x03\x12\x0c\n\x04used\x18\x03 \x01(\x03\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\x03\x12\x0e\n\x06pinned\x18\x05 \x01(\x03\x12\x13\n\x0bquarantined\x18\x06 \x01(\x03\"e\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\x05\x12\x0e\n\x06queued\x18\x02 \x01(\x05\x12\x15\n\rqueued_tokens\x18\x03 \x01(\x03\x12%\n\x02kv\x18\x04 \x01(\x0b\x32\x19.pdmesh.common.v1.KvUsage\"\xa0\x01\n\x0cTransferPair\x12\x18\n\x10peer_incarnation\x18\x01 \x01(\x03\x12\x15\n\rpeer_instance\x18\x02 \x01(\t\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\n\n\x02up\x18\x05 \x01(\x08\x12\r\n\x05\x62ytes\x18\x06 \x01(\x03\x12\x0f\n\x07seconds\x18\x07 \x01(\x01\x12\x10\n\x08\x66\x61ilures\x18\x08 \x01(\x03\"\x11\n\x0fGetStatsRequest\"\x81\x05\n\x10GetStatsResponse\x12\x10\n\x08instance\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.pdmesh.common.v1.Role\x12*\n\x05\x63oord\x18\x03 \x01(\x0b\x32\x1b.pdmesh.common.v1.RankCoord\x12\x13\n\x0bincarnation\x18\x04 \x01(\x03\x12\x0b\n\x03pid\x18\x05 \x01(\x05\x12\x12\n\nengine_pid\x18\x06 \x01(\x05\x12\x0c\n\x04host\x18\x07 \x01(\t\x12\r\n\x05state\x18\x08 \x01(\t\x12$\n\x04load\x18\t \x01(\x0b\x32\x16.pdmesh.common.v1.Load\x12-\n\x05pairs\x18\n \x03(\x0b\x32\x1e.pdmesh.common.v1.TransferPair\x12\x0f\n\x07streams\x18\x0b \x01(\x05\x12\r\n\x05tasks\x18\x0c \x01(\x05\x12\x10\n\x08sessions\x18\r \x01(\x05\x12\x16\n\x0euptime_seconds\x18\x0e \x01(\x01\x12\x13\n\x0b\x66ingerprint\x18\x0f \x01(\t\x12\x1c\n\x14loop_lag_p99_seconds\x18\x10 \x01(\x01\x12\x42\n\x08\x63ounters\x18\x11 \x03(\x0b\x32\x30.pdmesh.common.v1.GetStatsResponse.CountersEntry\x12\x12\n\ndrain_note\x18\x12 \x01(\t\x12\x0f\n\x07\x64rained\x18\x13 \x01(\x08\x12\x17\n\x0fstalled_seconds\x18\x14 \x01(\x01\x12\x1b\n\x13\x66igures_age_seconds\x18\x15 \x01(\x01\x12\x14\n\x0cunix_seconds\x18\x16 \x01(\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x1f\n\x0e\x45xplainRequest\x12\r\n\x05rooms\x18\x01 \x03(\x03\"\xa7\x01\n\tStateMove\x12\x14\n\x0cunix_seconds\x18\x01 \x01(\x01\x12,\n\x07session\x18\x02 \x01(\x0b\x32\x1b.pdmesh.common.v1.SessionId\x12\x0f\n\x07machine\x18\x03 \x01(\t\x12\x12\n\nfrom_state\x18\x04 \x01(\t\x12\x10\n\x08to_state\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x0f\n\x07seconds\x18\x07 \x01(\x01\"=\n\x0f\x45xplainResponse\x12*\n\x05moves\x18\x01 \x03(\x0b\x32\x1b.pdmesh.common.v1.StateMove\"$\n\x13StartProfileRequest\x12\r\n\x05steps\x18\x01 \x01(\x05\"$\n\x14StartProfileResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x14\n\x12StopProfileRequest\"#\n\x13StopProfileResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"t\n\x12\x44rainWorkerRequest\x12\x1a\n\rlimit_seconds\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\x12\x0c\n\x04stop\x18\x03 \x01(\x08\x12\x13\n\x0bincarnation\x18\x04 \x01(\x03\x42\x10\n\x0e_limit_seconds\":\n\x13\x44rainWorkerResponse\x12\x10\n\x08sessions\x18\x01 \x01(\x05\x12\x11\n\tlast_pair\x18\x02 \x01(\x08\"\x8b\x01\n\x11\x43hangeRoleRequest\x12$\n\x04role\x18\x01 \x01(\x0e\x32\x16.pdmesh.common.v1.Role\x12\x1a\n\rlimit_seconds\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\x12\x13\n\x0bincarnation\x18\x04 \x01(\x03\x42\x10\n\x0e_limit_seconds\"7\n\x12\x43hangeRoleResponse\x12\x10\n\x08sessions\x18\x01 \x01(\x05\x12\x0f\n\x07\x63hanged\x18\x02 \x01(\x08\x32\xa2\x04\n\rWorkerService\x12Q\n\x08GetStats\x12!.pdmesh.common.v1.GetStatsRequest\x1a\".pdmesh.common.v1.GetStatsResponse\x12N\n\x07\x45xplain\x12 .pdmesh.common.v1.ExplainRequest\x1a!.pdmesh.common.v1.ExplainResponse\x12]\n\x0cStartProfile\x12%.pdmesh.common.v1.StartProfileRequest\x1a&.pdmesh.common.v1.StartProfileResponse\x12Z\n\x0bStopProfile\x12$.pdmesh.common.v1.StopProfileRequest\x1a%.pdmesh.common.v1.StopProfileResponse\x12Z\n\x0b\x44rainWorker\x12$.pdmesh.common.v1.DrainWorkerRequest\x1a%.pdmesh.common.v1.DrainWorkerResponse\x12W\n\nChangeRole\x12#.pdmesh.common.v1.ChangeRoleRequest\x1a$.pdmesh.common.v1.ChangeRoleResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,31 +43,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATSREQUEST']._serialized_start=457
   _globals['_GETSTATSREQUEST']._serialized_end=474
   _globals['_GETSTATSRESPONSE']._serialized_start=477
-  _globals['_GETSTATSRESPONSE']._serialized_end=1096
-  _globals['_GETSTATSRESPONSE_COUNTERSENTRY']._serialized_start=1049
-  _globals['_GETSTATSRESPONSE_COUNTERSENTRY']._serialized_end=1096
-  _globals['_EXPLAINREQUEST']._serialized_start=1098
-  _globals['_EXPLAINREQUEST']._serialized_end=1129
-  _globals['_STATEMOVE']._serialized_start=1132
-  _globals['_STATEMOVE']._serialized_end=1299
-  _globals['_EXPLAINRESPONSE']._serialized_start=1301
-  _globals['_EXPLAINRESPONSE']._serialized_end=1362
-  _globals['_STARTPROFILEREQUEST']._serialized_start=1364
-  _globals['_STARTPROFILEREQUEST']._serialized_end=1400
-  _globals['_STARTPROFILERESPONSE']._serialized_start=1402
-  _globals['_STARTPROFILERESPONSE']._serialized_end=1438
-  _globals['_STOPPROFILEREQUEST']._serialized_start=1440
-  _globals['_STOPPROFILEREQUEST']._serialized_end=1460
-  _globals['_STOPPROFILERESPONSE']._serialized_start=1462
-  _globals['_STOPPROFILERESPONSE']._serialized_end=1497
-  _globals['_DRAINWORKERREQUEST']._serialized_start=1499
-  _globals['_DRAINWORKERREQUEST']._serialized_end=1615
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=1617
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=1675
-  _globals['_CHANGEROLEREQUEST']._serialized_start=1678
-  _globals['_CHANGEROLEREQUEST']._serialized_end=1817
-  _globals['_CHANGEROLERESPONSE']._serialized_start=1819
-  _globals['_CHANGEROLERESPONSE']._serialized_end=1874
-  _globals['_WORKERSERVICE']._serialized_start=1877
-  _globals['_WORKERSERVICE']._serialized_end=2423
+  _globals['_GETSTATSRESPONSE']._serialized_end=1118
+  _globals['_GETSTATSRESPONSE_COUNTERSENTRY']._serialized_start=1071
+  _globals['_GETSTATSRESPONSE_COUNTERSENTRY']._serialized_end=1118
+  _globals['_EXPLAINREQUEST']._serialized_start=1120
+  _globals['_EXPLAINREQUEST']._serialized_end=1151
+  _globals['_STATEMOVE']._serialized_start=1154
+  _globals['_STATEMOVE']._serialized_end=1321
+  _globals['_EXPLAINRESPONSE']._serialized_start=1323
+  _globals['_EXPLAINRESPONSE']._serialized_end=1384
+  _globals['_STARTPROFILEREQUEST']._serialized_start=1386
+  _globals['_STARTPROFILEREQUEST']._serialized_end=1422
+  _globals['_STARTPROFILERESPONSE']._serialized_start=1424
+  _globals['_STARTPROFILERESPONSE']._serialized_end=1460
+  _globals['_STOPPROFILEREQUEST']._serialized_start=1462
+  _globals['_STOPPROFILEREQUEST']._serialized_end=1482
+  _globals['_STOPPROFILERESPONSE']._serialized_start=1484
+  _globals['_STOPPROFILERESPONSE']._serialized_end=1519
+  _globals['_DRAINWORKERREQUEST']._serialized_start=1521
+  _globals['_DRAINWORKERREQUEST']._serialized_end=1637
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=1639
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=1697
+  _globals['_CHANGEROLEREQUEST']._serialized_start=1700
+  _globals['_CHANGEROLEREQUEST']._serialized_end=1839
+  _globals['_CHANGEROLERESPONSE']._serialized_start=1841
+  _globals['_CHANGEROLERESPONSE']._serialized_end=1896
+  _globals['_WORKERSERVICE']._serialized_start=1899
+  _globals['_WORKERSERVICE']._serialized_end=2445
 # @@protoc_insertion_point(module_scope)

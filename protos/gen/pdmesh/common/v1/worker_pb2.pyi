@@ -60,7 +60,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("instance", "role", "coord", "incarnation", "pid", "engine_pid", "host", "state", "load", "pairs", "streams", "tasks", "sessions", "uptime_seconds", "fingerprint", "loop_lag_p99_seconds", "counters", "drain_note", "drained", "stalled_seconds", "figures_age_seconds")
+    __slots__ = ("instance", "role", "coord", "incarnation", "pid", "engine_pid", "host", "state", "load", "pairs", "streams", "tasks", "sessions", "uptime_seconds", "fingerprint", "loop_lag_p99_seconds", "counters", "drain_note", "drained", "stalled_seconds", "figures_age_seconds", "unix_seconds")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +89,7 @@ class GetStatsResponse(_message.Message):
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     STALLED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     FIGURES_AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
     instance: str
     role: _identity_pb2.Role
     coord: _identity_pb2.RankCoord
@@ -110,7 +111,8 @@ class GetStatsResponse(_message.Message):
     drained: bool
     stalled_seconds: float
     figures_age_seconds: float
-    def __init__(self, instance: _Optional[str] = ..., role: _Optional[_Union[_identity_pb2.Role, str]] = ..., coord: _Optional[_Union[_identity_pb2.RankCoord, _Mapping]] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., engine_pid: _Optional[int] = ..., host: _Optional[str] = ..., state: _Optional[str] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., pairs: _Optional[_Iterable[_Union[TransferPair, _Mapping]]] = ..., streams: _Optional[int] = ..., tasks: _Optional[int] = ..., sessions: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., fingerprint: _Optional[str] = ..., loop_lag_p99_seconds: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., drain_note: _Optional[str] = ..., drained: _Optional[bool] = ..., stalled_seconds: _Optional[float] = ..., figures_age_seconds: _Optional[float] = ...) -> None: ...
+    unix_seconds: float
+    def __init__(self, instance: _Optional[str] = ..., role: _Optional[_Union[_identity_pb2.Role, str]] = ..., coord: _Optional[_Union[_identity_pb2.RankCoord, _Mapping]] = ..., incarnation: _Optional[int] = ..., pid: _Optional[int] = ..., engine_pid: _Optional[int] = ..., host: _Optional[str] = ..., state: _Optional[str] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., pairs: _Optional[_Iterable[_Union[TransferPair, _Mapping]]] = ..., streams: _Optional[int] = ..., tasks: _Optional[int] = ..., sessions: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., fingerprint: _Optional[str] = ..., loop_lag_p99_seconds: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., drain_note: _Optional[str] = ..., drained: _Optional[bool] = ..., stalled_seconds: _Optional[float] = ..., figures_age_seconds: _Optional[float] = ..., unix_seconds: _Optional[float] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("rooms",)

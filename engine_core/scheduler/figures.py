@@ -70,7 +70,7 @@ class Distributions:
             self._push_speed.observe(nbytes / seconds)
 
     def figures(self) -> dict[str, HistogramFigures]:
-        """By name; distributions without a value are left out."""
+        """By name."""
         named = {f"step_seconds.{kind}": histogram for kind, histogram in self._steps.items()} | {
             "step_sequences": self._sequences,
             "step_tokens": self._tokens,
@@ -78,5 +78,4 @@ class Distributions:
             "push_bytes": self._push_bytes,
             "push_bytes_per_second": self._push_speed,
         }
-        found = {name: histogram.figures() for name, histogram in named.items()}
-        return {name: figures for name, figures in found.items() if any(figures.counts)}
+        return {name: histogram.figures() for name, histogram in named.items()}

@@ -168,7 +168,8 @@ class RankTable:
         return self.revision
 
     def register_rank(self, row: RankRow, ttl: float, now: float) -> Grant:
-        """Puts a row under a new lease; `ttl` 0 takes the default. Its own earlier lease ends.
+        """Puts a row under a new lease; `ttl` 0 takes the default. Its own earlier lease ends. A row that comes
+        as DRAINING is never placed upon; any other state is the table's to find.
 
         Raises FencedError when a later incarnation holds or held the row, or this one deregistered;
         InvalidRequestError when the rank lies outside its instance.
@@ -202,6 +203,8 @@ class RankTable:
         else:
             self._end_lease(entry)
             self._refresh(entry, row, now)
+        if row.state is MembershipState.DRAINING:
+            self._drain(entry, now, "registered as draining")
         self._lease(entry, ttl, now)
         self._settle((spec.name, spec.role), now)
         return Grant(entry.lease_id, entry.ttl, min(self._renew, entry.ttl / 3), self.revision)
@@ -224,10 +227,7 @@ class RankTable:
     def drain(self, lease_id: int, incarnation: int, now: float) -> Revision:
         """Takes a row out of placement; idempotent. Raises as renew()."""
         self.expire(now)
-        entry = self._held(lease_id, incarnation)
-        entry.draining = True
-        if entry.row.state is not MembershipState.DRAINING:
-            self._move(entry, MembershipState.DRAINING, now, "drain")
+        self._drain(self._held(lease_id, incarnation), now, "drain")
         return self.revision
 
     def deregister(self, lease_id: int, incarnation: int, now: float) -> Revision:
@@ -336,6 +336,11 @@ class RankTable:
             self._move(entry, target, now, "new lease")
         elif fresh != old:
             self._publish(entry, fresh)
+
+    def _drain(self, entry: _Entry, now: float, reason: str) -> None:
+        entry.draining = True
+        if entry.row.state is not MembershipState.DRAINING:
+            self._move(entry, MembershipState.DRAINING, now, reason)
 
     def _lease(self, entry: _Entry, ttl: float, now: float) -> None:
         entry.lease_id = self._ids.getrandbits(62) + 1

@@ -9,7 +9,8 @@ The life of a registration, per Bootstrap and independent of the others:
 4. Refused because of a later incarnation: on_fenced when this process has held the row there (it has
    been replaced and should exit), on_outranked when it never has (a clock was set back: the worker has
    to come back with an incarnation minted above the holder's).
-5. drain() tells all, deregister() leaves all; neither registers anew.
+5. drain() tells all, again until they have heard; a Bootstrap that forgot the row learns of it as
+   DRAINING. deregister() leaves all, and registers nowhere anew.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
+import msgspec
 
+from engine_core.lifecycle.membership import MembershipState
 from engine_core.types.errors import FencedError, Leg, NotFoundError, PdmeshError
 from engine_core.types.ids import Incarnation, mint_incarnation
 from pdmesh.bootstrap.v1 import bootstrap_service_pb2 as pb
@@ -44,6 +47,8 @@ class _Seat:
         self.lease_id = 0
         self.renew_every = 0.0
         self.held = False
+        self.draining = False
+        """True once this Bootstrap knows that the row drains."""
         self.renewed_at = 0.0
 
 
@@ -128,9 +133,9 @@ class Registration:
                     wait = min(seat.renew_every or 0.2, 1.0)
                 elif seat.lease_id:
                     await self._renew(seat)
+                    if self._draining and not seat.draining:
+                        await self._tell(seat, "Drain")
                     wait = seat.renew_every * (0.9 + 0.1 * self._rng.random())
-                elif self._draining:
-                    return  # whoever forgot this row need not learn of it again
                 else:
                     await self._register(seat)
                     wait = seat.renew_every * self._rng.random()  # the first renewal spreads a restart's herd
@@ -152,7 +157,9 @@ class Registration:
             await asyncio.sleep(wait)
 
     async def _register(self, seat: _Seat) -> None:
-        request = pb.RegisterRankRequest(row=row_to_proto(self._row), ttl_seconds=self._ttl)
+        draining = self._draining
+        row = msgspec.structs.replace(self._row, state=MembershipState.DRAINING) if draining else self._row
+        request = pb.RegisterRankRequest(row=row_to_proto(row), ttl_seconds=self._ttl)
         try:
             response = await self._stub(seat).RegisterRank(request, timeout=self._timeout)
         except grpc.aio.AioRpcError as exc:
@@ -161,7 +168,8 @@ class Registration:
         seat.held, seat.renewed_at = True, time.monotonic()
         self._registered.set()
         log.info("registered with %s for %.1f s", seat.endpoint, response.ttl_seconds)
-        if self._draining:
+        seat.draining = draining
+        if self._draining and not seat.draining:
             await self._tell(seat, "Drain")
 
     async def _renew(self, seat: _Seat) -> None:
@@ -181,6 +189,7 @@ class Registration:
                 await stub.Drain(
                     pb.DrainRequest(lease_id=seat.lease_id, incarnation=incarnation), timeout=self._timeout
                 )
+                seat.draining = True
             else:
                 await stub.Deregister(
                     pb.DeregisterRequest(lease_id=seat.lease_id, incarnation=incarnation), timeout=self._timeout

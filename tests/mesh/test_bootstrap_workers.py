@@ -199,3 +199,29 @@ async def test_leaving_does_not_wait_for_the_dead(tmp_path: Any, channels: Chann
         await asyncio.wait_for(member.registration.deregister(), 10)
         assert one.table.rows() == ()
         assert member.registration.leases == {}
+
+
+async def test_a_drained_worker_stays_known_and_is_never_placed_upon(tmp_path: Any, channels: ChannelPool) -> None:
+    """A Bootstrap that was away when the drain began, or has forgotten all, hears of it: as DRAINING from the first."""
+    one, two = LocalBootstrap(tmp_path / "1", renew=0.05), LocalBootstrap(tmp_path / "2", renew=0.05)
+    await one.start()
+    member = Member(channels, rank_row(), one, two)
+    watcher = watcher_of(channels, two)
+    seen: list[MembershipState] = []
+    watcher.on_change(lambda: seen.extend(state for *_, state in states(watcher.roster)))
+    try:
+        await until(lambda: len(member.registration.leases) == 1, "the one there is holds the row")
+        await member.registration.drain()
+        await two.start()
+        assert await watcher.wait_for(lambda r: states(r) == [("d0", 100, DRAINING)] or None, 5)
+        assert READY not in seen
+        await one.stop()
+        await one.start()
+        await until(lambda: [row.state for row in one.table.rows()] == [DRAINING], "it learns of it anew")
+        await member.registration.deregister()
+        assert one.table.rows() == two.table.rows() == ()
+    finally:
+        await member.registration.close()
+        await watcher.close()
+        await one.stop()
+        await two.stop()

@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from tests.support.asking import Answer, Asker, random_prompt, until_async
+from tests.support.asking import Answer, Asker, random_prompt
 from tests.support.mesh import Mesh
 from tests.support.models import tiny_model
 from tests.support.oracle import Oracle, oracle_for
@@ -53,34 +53,22 @@ class Served:
     model: Path
 
     async def pushed(self, since: Pushed | None = None, sessions: int = 0) -> Pushed:
-        """Counts when all is quiet; or waits until so many sessions were delivered `since`, and gives what they moved.
+        """Counts once all is quiet; with `since`, what was moved since then, by so many sessions.
 
-        Raises AssertionError when it takes too long, there were more, or a push failed meanwhile.
+        Raises AssertionError when there were fewer or more, or a push failed meanwhile.
         """
-        now = await self._pushed()
-        if since is None:
-            return now
-
-        async def delivered() -> bool:
-            nonlocal now
-            now = await self._pushed()
-            return now.sessions >= since.sessions + sessions
-
-        await until_async(delivered, 5.0, lambda: f"{sessions} sessions since {since}: {now}")
-        assert now.failures == since.failures
-        assert now.sessions == since.sessions + sessions
-        return Pushed(sessions, now.bytes - since.bytes, 0, now.transports)
-
-    async def _pushed(self) -> Pushed:
-        await self.mesh.quiet()
-        ranks = [rank for rank in (await self.mesh.status())["ranks"] if rank["role"] == "PREFILL"]
+        ranks = [rank for rank in await self.mesh.quiet() if rank["role"] == "PREFILL"]
         pairs = [pair for rank in ranks for pair in rank["pairs"] if pair["up"]]
-        return Pushed(
+        now = Pushed(
             sum(int(rank["counters"].get("delivered", 0)) for rank in ranks),
             sum(pair["bytes"] for pair in pairs),
             sum(pair["failures"] for pair in pairs),
             {pair["transport"] for pair in pairs},
         )
+        if since is None:
+            return now
+        assert (now.sessions, now.failures) == (since.sessions + sessions, since.failures), (since, now)
+        return Pushed(sessions, now.bytes - since.bytes, 0, now.transports)
 
 
 def assert_right(served: Served, answers: Sequence[Answer], path: str = "pd", *, attempts: int = 1) -> None:
@@ -193,22 +181,33 @@ SMALL_POOL = 64
 """Blocks of the scripted mesh's decode worker."""
 
 
-@pytest_asyncio.fixture(
-    scope="package", loop_scope="session", params=["shm", pytest.param("tcp", marks=pytest.mark.slow)]
-)
-async def scripted_mesh(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Scripted]:
+@asynccontextmanager
+async def serve_scripted(script: Script, progress_timeout: float) -> AsyncIterator[Scripted]:
     """One pair with a small decode pool, slow prompts, and a router that serves four requests at once."""
-    script = Script(tmp_path_factory.mktemp("script"), request.param)
     options = {
         "transfer_backend": "scripted", "transfer_script": script.as_json(), "verify_kv": True, "kv_tokens": 4096,
-        "max_batch_tokens": 2, "max_in_flight": 4, "pool_headroom": 0, "kv_progress_timeout": 8.0,
+        "max_batch_tokens": 2, "max_in_flight": 4, "kv_progress_timeout": progress_timeout,
     }  # fmt: skip
-    overrides = {"decode": {"kv_tokens": 16 * SMALL_POOL, "max_batch_tokens": 512}}
+    overrides = {
+        "decode": {"kv_tokens": 16 * SMALL_POOL, "max_batch_tokens": 512},
+        "router": {"pool_headroom": 0.0},  # more may come than fits: workers show how they queue
+    }
     model = tiny_model("llama")
     async with Mesh(model, options=options, overrides=overrides) as mesh, Asker(mesh) as asker:
         yield Scripted(mesh, asker, oracle_for(model), model, script)
+
+
+TRANSPORTS = ["shm", pytest.param("tcp", marks=pytest.mark.slow)]
+"""Below the scripted transport."""
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="session", params=TRANSPORTS)
+async def scripted_mesh(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Scripted]:
+    """Tests hold its pushes for as long as they like."""
+    async with serve_scripted(Script(tmp_path_factory.mktemp("script"), request.param), 120.0) as served:
+        yield served
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -220,7 +219,7 @@ async def scripted(scripted_mesh: Scripted) -> AsyncIterator[Scripted]:
     for name in ("prefill-0", "decode-0"):  # whatever a failed test has left stopped
         await scripted_mesh.mesh.kill_engine(name, signal.SIGCONT)
     await scripted_mesh.mesh.quiet()
-    await scripted_mesh.asker.router_idle(2.0)
+    await scripted_mesh.asker.router_idle()
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="session")

@@ -14,7 +14,6 @@ from tests.support.asking import Answer, random_prompt, until
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 AT_ONCE = 32
-WITHIN = 2.0
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(500, marks=pytest.mark.slow)])
@@ -50,15 +49,15 @@ async def test_random_cancels(llama: Served, count: int) -> None:
             return asking.answer
 
     answers = await asyncio.gather(*map(one, plans))
-    await llama.mesh.quiet(WITHIN)
-    await llama.asker.router_idle(WITHIN)
+    await llama.mesh.quiet()
+    await llama.asker.router_idle()
     kept = [answer for answer, plan in zip(answers, plans, strict=True) if plan["cancel"] == "never"]
     assert len(kept) > count // 10
     assert_right(llama, kept)
     assert not [answer for answer in answers if answer.error is not None]
     llama.oracle.assert_right([answer.claim() for answer in answers if answer.ids])
 
-    # What the heartbeat said is not older than this request.
+    # Nothing that went away is still counted.
     before = await llama.pushed()
     assert_right(llama, [await llama.asker.generate(random_prompt(200, 1), max_tokens=4)])
     assert (await llama.pushed(before, 1)).bytes == 13 * BLOCK_BYTES

@@ -40,7 +40,7 @@ async def test_generate_says_all_that_it_knows(llama: Served, http: httpx.AsyncC
     text = (await llama.asker.post("/detokenize", {"tokens": data["output_ids"]}))["prompt"]
     assert len(data["output_ids"]) == 5 and data["text"] == text
     timings = data["timings"]
-    stages = ("queued", "computing", "transferring", "decoding")
+    stages = ("queued", "computing", "transferring", "decoding", "starting", "first_token")
     assert set(timings) == {
         "placed",
         "ttft",

@@ -28,6 +28,7 @@ from tests.support.mesh import Mesh
 from tests.support.oracle import Claim
 
 TIMEOUT = 60.0
+"""Seconds for what comes much sooner on a machine with time."""
 _POLL = 0.02
 _SPECIALS = 3
 """Leading ids of a tiny vocabulary that no prompt holds."""
@@ -223,7 +224,7 @@ class Asker:
         except NotFoundError:
             return []
 
-    async def until_state(self, request_id: str, machine: str, state: str, within: float = 20.0) -> None:
+    async def until_state(self, request_id: str, machine: str, state: str, within: float = TIMEOUT) -> None:
         """Waits until the last move of a machine is into `state`."""
         seen: list[Any] = []
 
@@ -233,7 +234,7 @@ class Asker:
 
         await until_async(there, within, lambda: f"{machine} {state}: {[(m['from'], m['to']) for m in seen]}")
 
-    async def router_idle(self, within: float) -> None:
+    async def router_idle(self, within: float = TIMEOUT) -> None:
         """Waits until the router has nothing in flight, and nothing waiting."""
         left: list[str] = []
 
@@ -249,7 +250,7 @@ class Asker:
         await until_async(idle, within, lambda: ", ".join(left))
 
     async def counters(self, name: str) -> dict[str, float]:
-        """A worker's counters, at most a second old."""
+        """A worker's counters as they are now."""
         return dict((await self.mesh.rank(name))["counters"])
 
 

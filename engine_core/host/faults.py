@@ -8,7 +8,8 @@ A rule applies to a sequence of a step that meets all of its conditions:
     phase       "prompt" (several tokens) or "decode"      when       while this file exists
     once        only for who creates this file: one engine of all, one time
 
-and acts before the step (kill, segv, abort, stop: a signal to oneself; exit; raise; hang) or on its result: "nan"
+and acts before the step (kill, segv, abort, stop: a signal to oneself; exit; raise; hang; slow: SLOW_SECONDS more)
+or on its result: "nan"
 as if that sequence's numbers were none, "fail" as if its worker had died while the engine lives on.
 """
 
@@ -26,7 +27,8 @@ from engine_core.execution.executor_api import Executor
 from engine_core.scheduler.step import ScheduledSequence, SequenceFailure, StepPlan, StepResult
 from engine_core.types.errors import ConfigError
 
-Action = Literal["kill", "segv", "abort", "stop", "exit", "raise", "hang", "nan", "fail"]
+Action = Literal["kill", "segv", "abort", "stop", "exit", "raise", "hang", "slow", "nan", "fail"]
+SLOW_SECONDS = 0.03
 _SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "abort": signal.SIGABRT, "stop": signal.SIGSTOP}
 
 
@@ -103,5 +105,7 @@ def _suffer(action: str) -> None:
         os._exit(1)
     elif action == "raise":
         raise ScriptedFault("a step raised as it was told")
+    if action == "slow":
+        time.sleep(SLOW_SECONDS)
     while action == "hang":
         time.sleep(0.1)

@@ -167,6 +167,7 @@ def start_tracing(endpoint: str, ratio: float, service: str, instance: str) -> T
         raise ConfigError(
             f"otlp_endpoint needs the package opentelemetry-exporter-otlp-proto-grpc: {exc}", field="otlp_endpoint"
         ) from exc
+    logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)  # not each retry
     resource = Resource.create(
         {"service.name": f"pdmesh-{service}", "service.version": version(), "service.instance.id": instance}
     )

@@ -1,8 +1,9 @@
 """kill -9 of each process of a served mesh, under load.
 
 One `pdmesh serve` with two pairs stands for all tests here. Each of them: load runs; something is killed;
-every request in flight ends, right or with a clear error; requests go on through the others; serve reports
-the death and starts the dead anew; it serves again, under a new incarnation; nothing has leaked.
+every request in flight ends right: what a dead worker held goes on elsewhere, what a dead router held breaks;
+requests go on through the others; serve reports the death and starts the dead anew; it serves again, under a
+new incarnation; nothing has leaked.
 """
 
 from __future__ import annotations
@@ -11,22 +12,22 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from tests.support.load import Ask, Load, check_ends, run_all
+from tests.support.churn import claim_of
+from tests.support.load import Answer, Ask, Load, check_ends, run_all
 from tests.support.models import tiny_model
-from tests.support.serving import Serving, descriptors, running, until, until_gone
+from tests.support.oracle import oracle_for
+from tests.support.serving import LIMIT, Serving, descriptors, running, until, until_gone
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
-OPTIONS = "--prefill 2 --decode 2 --kv-tokens 4096 --max-batch-tokens 64 --watchdog-timeout 6".split()
-LEGS = ("prefill", "decode", "link", "KV", "push")
-"""One of these is in every message about a worker that failed."""
-WITHIN = 30.0
+OPTIONS = "--prefill 2 --decode 2 --kv-tokens 4096 --max-batch-tokens 64 --watchdog-timeout 20".split()
+WITHIN = 60.0
 """Seconds in which a request must end, whatever happens to it."""
 
 
@@ -56,6 +57,11 @@ async def bench() -> AsyncIterator[Bench]:
         yield Bench(mesh, await run_all(mesh.url, ASKS))
 
 
+def judge(answers: Sequence[Answer]) -> None:
+    """Whether what differs from the calm run is right all the same."""
+    oracle_for(tiny_model()).assert_right([claim_of(answer) for answer in answers])
+
+
 def shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith(("pdmesh", "kv-", "torch_"))}
 
@@ -66,6 +72,7 @@ class Watch:
     @classmethod
     async def begin(cls, mesh: Serving) -> Watch:
         await mesh.until_quiet()
+        await mesh.until_connected()
         return cls(mesh, await mesh.pids())
 
     def __init__(self, mesh: Serving, pids: dict[str, int]) -> None:
@@ -90,7 +97,7 @@ class Watch:
             return not more
 
         try:
-            await until(settled, "file descriptors", 10.0)
+            await until(settled, "file descriptors", LIMIT)
         except AssertionError as exc:
             raise AssertionError(f"{exc}: {more}") from None
         await until_gone(pid for name, pid in self.pids.items() if now[name] != pid)
@@ -105,7 +112,7 @@ async def hold_requests(mesh: Serving, watch: Watch, name: str) -> None:
     async def holds() -> bool:
         return bool((await mesh.ranks())[name]["streams"] >= 2)
 
-    await until(holds, f"{name} has requests", 30.0)
+    await until(holds, f"{name} has requests", LIMIT)
 
 
 async def kill_under_load(bench: Bench, victim: str, *, both: bool) -> tuple[Load, float, Watch]:
@@ -120,7 +127,7 @@ async def kill_under_load(bench: Bench, victim: str, *, both: bool) -> tuple[Loa
             await hold_requests(mesh, watch, name)
         os.kill(watch.pids[victim], signal.SIGKILL)
         killed = time.monotonic()
-        await until(lambda: mesh.said(name, "died: ", watch.line), "reported", 15.0)
+        await until(lambda: mesh.said(name, "died: ", watch.line), "reported", LIMIT)
         if both:
             await until_gone([watch.pids[name], watch.pids[f"{name}/engine"]])
         await load.until(lambda: load.right_since(killed) >= 6, "the others go on")
@@ -145,11 +152,8 @@ async def test_a_worker_is_killed(bench: Bench, victim: str) -> None:
     how = "died: killed by SIGKILL" if victim == name else "died: engine"
     assert mesh.said(name, how, watch.line), "\n".join(mesh.lines)
 
-    failed = check_ends(load.answers, bench.calm, within=WITHIN, legs=LEGS)
-    # Before token 1 nobody sees the death. A whole answer does not show whether it was; its failure is a 503.
-    early = [a for a in failed if a.began > killed or (a.ask.stream and not a.token_ids)]
-    assert not early, await mesh.timelines(a.request_id for a in early)
-    assert name.startswith("prefill") or any(a.token_ids for a in failed)
+    failed = check_ends(load.answers, bench.calm, within=WITHIN, judge=judge)
+    assert not failed, await mesh.timelines(a.request_id for a in failed)
 
     back = await mesh.until_back(name, before)
     assert mesh.said(name, "starts again in 0.5 s", watch.line)
@@ -160,7 +164,7 @@ async def test_a_worker_is_killed(bench: Bench, victim: str) -> None:
         assert answer.status_code == 200, answer.text
         return bool(answer.json()[role] == name)
 
-    await until(serves, f"{name} serves again", 30.0)
+    await until(serves, f"{name} serves again", LIMIT)
     assert back["engine_pid"] not in watch.pids.values() and running(back["engine_pid"])
     assert await run_all(mesh.url, ASKS) == bench.calm
     await watch.end()
@@ -169,6 +173,7 @@ async def test_a_worker_is_killed(bench: Bench, victim: str) -> None:
 async def test_bootstrap_is_killed(bench: Bench) -> None:
     """Nobody notices: workers and router go on with the table that they know, and fill the new one."""
     mesh = bench.mesh
+    await mesh.until_quiet()
     before = await mesh.status()
     load, _, watch = await kill_under_load(bench, "bootstrap", both=False)
     assert mesh.said("bootstrap", "died: killed by SIGKILL", watch.line)
@@ -187,6 +192,7 @@ async def test_the_router_is_killed(bench: Bench) -> None:
     """Its connections break, and whoever comes before it is back is refused. The workers end what it asked
     for, and serve on."""
     mesh = bench.mesh
+    await mesh.until_quiet()
     before = await mesh.ranks()
     load, killed, watch = await kill_under_load(bench, "router", both=False)
     failed = check_ends(load.answers, bench.calm, within=WITHIN, may_break=True)
@@ -201,21 +207,20 @@ async def test_the_router_is_killed(bench: Bench) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["prefill-1/engine", "decode-1/engine", "prefill-0", "decode-0"])
 async def test_a_process_that_stands_still_is_killed_and_replaced(bench: Bench, victim: str) -> None:
-    """SIGSTOP, and never SIGCONT: an engine is ended by its service process, that one by serve. What the
-    dead held ends as at a kill; until then nobody waits for it without end."""
+    """SIGSTOP, and never SIGCONT: an engine is ended by its service process, that one by serve. What it held
+    goes on as after a kill, if not sooner."""
     mesh, name = bench.mesh, victim.removesuffix("/engine")
     before = (await mesh.ranks())[name]["incarnation"]
     watch = await Watch.begin(mesh)
-    why = "died: no sign of life for 30 s" if victim == name else "died: engine sent no frame for 6 s"
+    why = "died: no sign of life for 30 s" if victim == name else "died: engine sent no frame for 20 s"
     async with Load(mesh.url, ASKS, width=6, name=f"still-{name}") as load:
         await load.until(lambda: load.streaming(2) >= 4, "streams run")
         os.kill(watch.pids[victim], signal.SIGSTOP)
-        await until(lambda: mesh.said(name, why, watch.line), "reported", 60.0)
+        await until(lambda: mesh.said(name, why, watch.line), "reported", 120.0)
         died = time.monotonic()
         await load.until(lambda: load.right_since(died) >= 6, "requests go on")
-    failed = check_ends(load.answers, bench.calm, within=25.0, legs=LEGS)
-    early = [a for a in failed if a.began > died or (a.ask.stream and not a.token_ids)]
-    assert not early, await mesh.timelines(a.request_id for a in early)
+    failed = check_ends(load.answers, bench.calm, within=WITHIN, judge=judge)
+    assert not failed, await mesh.timelines(a.request_id for a in failed)
     await mesh.until_back(name, before)
     assert await run_all(mesh.url, ASKS) == bench.calm
     await watch.end()

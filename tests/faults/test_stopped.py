@@ -1,9 +1,9 @@
 """SIGSTOP of a prefill worker in the middle of a push; its copy goes on when it wakes up, long after.
 
 The script holds a push of prefill-0, and lets it go on whatever is cancelled meanwhile: the latest copy
-that a stopped process can make. Its request times out. Others fill every block of decode's pool that is
-not quarantined, over prefill-1. Then prefill-0 wakes up and writes: no other request's text is touched, and
-what was quarantined comes back when quiet is proved.
+that a stopped process can make. Its request gives it up, and goes on over prefill-1. Others fill every block
+of decode's pool that is not quarantined, over prefill-1 too. Then prefill-0 wakes up and writes: no other
+request's text is touched, and what was quarantined comes back when quiet is proved.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.runtime.channels import ChannelPool
-from tests.support.load import Answer, Ask, Load, check_ends, run_all, send
+from tests.support.churn import assert_whole
+from tests.support.load import Answer, Ask, Load, run_all, send
 from tests.support.mesh import Mesh
 from tests.support.models import tiny_model
-from tests.support.serving import until
+from tests.support.serving import LIMIT, until
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 
 POOL_BLOCKS = 40
 PROMPT, OUTPUT = 100, 40
@@ -61,8 +62,8 @@ class Stage:
             options={
                 "transfer_backend": "scripted",
                 "transfer_script": json.dumps({"transport": transport}),
-                "kv_progress_timeout": 1.0,
-                "queue_timeout": 4.0,
+                "kv_progress_timeout": 3.0,
+                "queue_timeout": 8.0,
                 "lease_ttl": 2.0,
                 "lease_renewal": 0.4,
             },
@@ -83,9 +84,9 @@ class Stage:
                     tokens.set()
 
             task = asyncio.create_task(send(client, self.mesh.url, ask, on_event=seen))
-            await until(lambda done=task: self.held.exists() or done.done(), "held, or served by prefill-1", 30.0)
+            await until(lambda done=task: self.held.exists() or done.done(), "held, or served by prefill-1", LIMIT)
             if self.held.exists():
-                async with asyncio.timeout(10.0):
+                async with asyncio.timeout(LIMIT):
                     await tokens.wait()
                 return task
         raise AssertionError("no request came to prefill-0")
@@ -115,9 +116,8 @@ async def test_a_prefill_worker_is_stopped_mid_push_and_wakes_up(tmp_path: Path,
             os.kill(pid, signal.SIGSTOP)
         stage.hold.unlink()
         try:
-            victim = await asyncio.wait_for(running, 20.0)
-            assert victim.error is not None and victim.done and len(victim.token_ids) == 1, str(victim)
-            assert any(word in victim.error["message"] for word in ("KV", "link", "prefill")), str(victim)
+            victim = await asyncio.wait_for(running, LIMIT)
+            assert_whole([victim], tiny_model())
             if transport == "shm":
                 # Nobody can prove that the stopped one will not write: its blocks stay out.
                 assert await settled(stage) == VICTIM_BLOCKS
@@ -136,19 +136,18 @@ async def test_a_prefill_worker_is_stopped_mid_push_and_wakes_up(tmp_path: Path,
                 async def quiet() -> bool:
                     return await stage.quarantined() == 0
 
-                await until(quiet, "quiet is proved", 15.0)
+                await until(quiet, "quiet is proved", LIMIT)
                 await load.until(lambda: load.right_since(woken) >= 6, "others go on")
         finally:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
-        failed = check_ends(load.answers, calm, within=30.0)
-        assert not failed, "\n".join(map(str, failed))
+        assert_whole(load.answers, tiny_model(), calm)
 
         async def both_serve() -> bool:
             return bool((await generate(client, mesh, OTHERS[0]))["prefill_instance"] == "prefill-0")
 
-        await until(both_serve, "prefill-0 serves again", 20.0)
+        await until(both_serve, "prefill-0 serves again", LIMIT)
         assert (await mesh.rank("prefill-0"))["incarnation"] == rank["incarnation"]
         assert await run_all(mesh.url, OTHERS) == calm
 
@@ -195,7 +194,7 @@ async def settled(stage: Stage) -> int:
         rank = await stage.mesh.rank("decode-0")
         return bool(rank["streams"] == 0 and rank["kv"]["used"] == 0 and rank["sessions"] <= 1)
 
-    await until(alone, "the victim alone", 10.0)
+    await until(alone, "the victim alone", LIMIT)
     return await stage.quarantined()
 
 

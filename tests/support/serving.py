@@ -36,7 +36,9 @@ from services.runtime.tasks import TaskOwner
 
 PDMESH = (sys.executable, "-m", "services.cli.main")
 START_TIMEOUT = 90.0
-STOP_TIMEOUT = 30.0
+STOP_TIMEOUT = 90.0
+LIMIT = 60.0
+"""Seconds for what comes much sooner on a machine with time."""
 
 
 class Serving:
@@ -188,7 +190,7 @@ class Serving:
 
     # ---- waiting ------------------------------------------------------------------------------------
 
-    async def until_quiet(self, within: float = 20.0) -> None:
+    async def until_quiet(self, within: float = LIMIT) -> None:
         """Waits until each worker answers, is READY, has free + cached = total, and no session, stream, task."""
         left: list[str] = ["no status"]
 
@@ -203,7 +205,29 @@ class Serving:
         with _telling(lambda: left):
             await until(quiet, "quiet", within)
 
-    async def until_back(self, name: str, before: int, within: float = 60.0) -> dict[str, Any]:
+    async def until_connected(self) -> None:
+        """Waits until each prefill worker has a link with each decode worker, and the router a channel to each
+        worker: what a restart has cut is there again, and opens no more files."""
+        left: list[str] = []
+
+        async def connected() -> bool:
+            ranks = (await self.status())["ranks"]
+            peers = {role: {r["incarnation"] for r in ranks if r["role"] == role} for role in ("PREFILL", "DECODE")}
+            left.clear()
+            for rank in ranks:
+                wanted = peers["DECODE" if rank["role"] == "PREFILL" else "PREFILL"]
+                if {pair["peer_incarnation"] for pair in rank["pairs"] if pair["up"]} != wanted:
+                    left.append(f"{rank['instance']}: {rank['pairs']}")
+            async with httpx.AsyncClient(timeout=LIMIT, trust_env=False) as client:
+                metrics = (await client.get(f"{self.url}/metrics")).text.splitlines()
+            up = [line for line in metrics if line.startswith("pdmesh_worker_up{")]
+            left.extend(line for line in up if not line.endswith(" 1.0"))
+            return not left and len(up) == len(ranks)
+
+        with _telling(lambda: left):
+            await until(connected, "connected", LIMIT)
+
+    async def until_back(self, name: str, before: int, within: float = START_TIMEOUT) -> dict[str, Any]:
         """Waits until a worker is READY under an incarnation above `before`; its entry in the status."""
         found: dict[str, Any] = {}
 
@@ -242,7 +266,7 @@ def unquiet(ranks: Iterable[dict[str, Any]]) -> list[str]:
             continue
         total = sum(kv[part] for part in ("free", "used", "cached", "pinned", "quarantined"))
         assert total == kv["total"] > 0, f"{rank['instance']} lost blocks: {kv}"
-        busy = {n: rank[n] for n in ("sessions", "streams", "tasks") if rank[n]}
+        busy = {n: rank[n] for n in ("sessions", "streams", "tasks", "figures_age_seconds") if rank[n]}
         if busy or kv["free"] + kv["cached"] != kv["total"]:
             left.append(f"{rank['instance']}: {busy} {kv}")
     return left
@@ -256,7 +280,7 @@ def running(pid: int) -> bool:
         return False
 
 
-async def until_gone(pids: Iterable[int], within: float = 15.0) -> None:
+async def until_gone(pids: Iterable[int], within: float = LIMIT) -> None:
     """Waits until none of the processes runs."""
     watched = list(pids)
     with _telling(lambda: [pid for pid in watched if running(pid)]):

@@ -215,11 +215,14 @@ async def test_a_drained_worker_stays_known_and_is_never_placed_upon(tmp_path: A
         await two.start()
         assert await watcher.wait_for(lambda r: states(r) == [("d0", 100, DRAINING)] or None, 5)
         assert READY not in seen
+        await until(lambda: len(member.registration.leases) == 2, "both leases are known")
+        old = member.registration.leases[one.endpoint]
         await one.stop()
         await one.start()
         await until(lambda: [row.state for row in one.table.rows()] == [DRAINING], "it learns of it anew")
+        await until(lambda: member.registration.leases.get(one.endpoint, old) != old, "its new lease is known")
         await member.registration.deregister()
-        assert one.table.rows() == two.table.rows() == ()
+        assert [bootstrap.table.rows() for bootstrap in (one, two)] == [(), ()]
     finally:
         await member.registration.close()
         await watcher.close()

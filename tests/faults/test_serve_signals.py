@@ -16,9 +16,9 @@ from engine_core.types.errors import UnavailableError
 from services.cli import status as status_command
 from tests.support.load import Answer, Ask, Load, check_ends, run_all, send
 from tests.support.models import tiny_model
-from tests.support.serving import Serving, until, until_gone
+from tests.support.serving import LIMIT, Serving, until, until_gone
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ async def test_the_first_signal_lets_streams_end_and_takes_no_new_ones(number: s
             async with load:
                 await load.until(lambda: load.streaming(20) >= 2 and load.waiting() == 1, "streams run")
                 mesh.signal(number)
-                await until(lambda: mesh.said("serve", "stopping; once more"), "stopping", 10.0)
+                await until(lambda: mesh.said("serve", "stopping; once more"), "stopping", LIMIT)
                 load.stop()
                 refused: list[Answer] = []
 
@@ -56,7 +56,7 @@ async def test_the_first_signal_lets_streams_end_and_takes_no_new_ones(number: s
                     refused.append(await send(client, mesh.url, Ask((5, 6, 7), 2)))
                     return not refused[-1].ok
 
-                await until(refuses, "new requests are refused", 10.0)
+                await until(refuses, "new requests are refused", LIMIT)
                 assert load.streaming() >= 1, "the streams ended before a new request was refused"
             assert refused[-1].status in (0, 503), str(refused[-1])
             assert await mesh.ended() == 0
@@ -79,7 +79,7 @@ async def test_the_second_signal_ends_at_once(short_folder: Path) -> None:
             await load.until(lambda: load.streaming(5) >= 2, "streams run")
             load.stop()
             mesh.signal(signal.SIGINT)
-            await until(lambda: mesh.said("serve", "stopping; once more"), "stopping", 10.0)
+            await until(lambda: mesh.said("serve", "stopping; once more"), "stopping", LIMIT)
             mesh.signal(signal.SIGINT)
             second = time.monotonic()
             code = await mesh.ended(20.0)

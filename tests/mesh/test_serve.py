@@ -32,7 +32,7 @@ class Serving:
 
     async def complete(self, max_tokens: int = 4) -> httpx.Response:
         """One short completion."""
-        async with httpx.AsyncClient(timeout=30.0, trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=DEADLINE, trust_env=False) as client:
             body = {"model": "default", "prompt": "hello", "max_tokens": max_tokens, "ignore_eos": True}
             return await client.post(f"{self.ready['base_url']}/completions", json=body)
 
@@ -66,7 +66,7 @@ async def serve(model: Path, *arguments: str) -> AsyncIterator[Serving]:
         if process.returncode is None:
             process.send_signal(signal.SIGTERM)
             try:
-                async with asyncio.timeout(30.0):
+                async with asyncio.timeout(DEADLINE):
                     await process.wait()
             except TimeoutError:
                 process.kill()
@@ -82,7 +82,7 @@ def running(pid: int) -> bool:
 
 
 async def until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 15.0
+    deadline = time.monotonic() + DEADLINE
     while any(running(pid) for pid in pids):
         assert time.monotonic() < deadline, f"still there: {[pid for pid in pids if running(pid)]}"
         await asyncio.sleep(0.05)
@@ -117,7 +117,7 @@ async def test_a_mesh_says_where_it_is_restarts_what_dies_and_drains(model: Path
         pids = [s["pid"] for s in (await mesh.status())["services"]]
         pids += [r["engine_pid"] for r in (await mesh.status())["ranks"]]
         mesh.process.send_signal(signal.SIGINT)
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(DEADLINE):
             assert await mesh.process.wait() == 0
         await until_gone(pids)
 

@@ -45,7 +45,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Budgets and bounds. Tokens are counted per step; blocks exclude the null block.
 
     kv_tokens 0 derives the pool from kv_memory_bytes. max_step_stretch bounds how much longer a step takes for
-    the running sequences when a chunk of a prompt rides along; 0 is no bound.
+    the running sequences when a chunk of a prompt rides along; 0 is no bound. A preempted session with more than
+    max_local_recompute tokens to compute anew goes back to the router, and through prefill.
     """
 
     max_batch_tokens: int = 512
@@ -57,6 +58,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_reserved_decode_tokens: int = 64
     enable_prefix_cache: bool = True
     max_local_tokens: int = 256
+    max_local_recompute: int = 4096
     max_step_stretch: float = 2.0
     queue_timeout: float = 60.0
     kv_progress_timeout: float = 15.0
@@ -92,7 +94,7 @@ class InferenceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("max_batch_tokens", "max_running", "max_queued", "max_local_tokens"):
             if getattr(s, name) < 1:
                 raise ConfigError(f"scheduler.{name} is {getattr(s, name)}; it must be at least 1")
-        for name in ("kv_tokens", "kv_memory_bytes", "num_reserved_decode_tokens"):
+        for name in ("kv_tokens", "kv_memory_bytes", "num_reserved_decode_tokens", "max_local_recompute"):
             if getattr(s, name) < 0:
                 raise ConfigError(f"scheduler.{name} is {getattr(s, name)}; it must not be negative")
         if s.max_step_stretch != 0 and not s.max_step_stretch > 1:

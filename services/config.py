@@ -85,6 +85,9 @@ class WorkerConfig(CommonConfig):
     max_running: int = Field(64, ge=1, description="Requests in the running batch")
     max_queued: int = Field(256, ge=1, description="Requests that may wait before 429")
     max_local_tokens: int = Field(256, ge=1, description="Prompt tokens per step that a decode worker recomputes")
+    max_local_recompute: int = Field(
+        4096, ge=0, description="Tokens that a preempted output recomputes at most here; with more it goes to prefill"
+    )
     max_step_stretch: float = Field(
         2.0, ge=0, description="How many times longer a step may take when a prompt's chunk rides along; 0: no bound"
     )

@@ -11,7 +11,8 @@ The life of a session:
  4. Token 1 arrives ahead of the transfer's tail and goes out at once; it may already end the request.
  5. DELIVERED is compared with the plan (bytes, blocks, checksum). Only then does the session join the
     batch, and only then do its blocks enter the prefix index.
- 6. A session without a block to grow preempts the youngest by age; a preempted one recomputes locally.
+ 6. A session without a block to grow preempts the youngest by age; a preempted one recomputes locally, or is
+    given back to the router when that is too much, or when no running one will ever make room for it.
  7. The end may come in any state. Blocks whose writer is not known to be quiet are quarantined: Abort is
     sent on the link, and only the proof of quiet lets them go.
 """
@@ -19,14 +20,13 @@ The life of a session:
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 from engine_core.kv.api import Hold
 from engine_core.lifecycle.decode_request import DecodeState, decode_request
-from engine_core.lifecycle.machine import Machine
 from engine_core.lifecycle.transfer_session import TransferState, transfer_session
 from engine_core.scheduler.budget import cut_blocks, may_open_leg, split_budget
 from engine_core.scheduler.context import SchedulerContext
+from engine_core.scheduler.decode_session import DecodeSession
 from engine_core.scheduler.messages import (
     EndSession,
     Frame,
@@ -39,7 +39,7 @@ from engine_core.scheduler.messages import (
     SendTicket,
     error_info,
 )
-from engine_core.scheduler.sequence import Sequence, new_sequence
+from engine_core.scheduler.sequence import new_sequence
 from engine_core.scheduler.step import ScheduledSequence, SequenceFailure
 from engine_core.transfer.base import (
     DropReceive,
@@ -71,43 +71,6 @@ QUARANTINE_GRACE = 1.0
 
 _HOLDING = (DecodeState.AWAITING_KV, DecodeState.READY, DecodeState.COMPUTING, DecodeState.DECODING)
 _PREEMPTIBLE = (DecodeState.READY, DecodeState.COMPUTING, DecodeState.DECODING)
-
-
-@dataclass(slots=True)
-class DecodeSession:
-    """One session on a decode or mixed engine."""
-
-    sequence: Sequence
-    request: Machine[DecodeState]
-    transfer: Machine[TransferState]
-    remote: bool
-    link_id: int
-    without_transfer: bool
-    opened_at: float
-    started: bool = False
-    token_at: float | None = None
-    transport: str = ""
-    first_block: int = 0
-    plan: ShardCount | None = None
-    delivered: ShardCount | None = None
-    cached_tokens: int = 0
-    prefill_timings: StageTimings = StageTimings()
-    computing_at: float = 0.0
-    leg_at: float = 0.0
-    awaiting_at: float = 0.0
-    delivered_at: float = 0.0
-    decoding_at: float = 0.0
-    ended: bool = False
-
-    @property
-    def id(self) -> SessionId:
-        """The session's id."""
-        return self.sequence.spec.session
-
-    @property
-    def age(self) -> tuple[int, SessionId]:
-        """Order of every queue: arrival at the router, ties by id."""
-        return (self.sequence.spec.arrival_ms, self.id)
 
 
 class DecodeDisaggScheduler:
@@ -445,9 +408,35 @@ class DecodeDisaggScheduler:
         ]
         holding = len(self._in_state(*_HOLDING))
         for session in candidates:
-            if holding >= self._c.config.max_running or not self._reserve(session, now):
+            if self._recomputes_too_much(session):
+                self._give_back(session, now, "too much to compute anew here")
+            elif holding < self._c.config.max_running and self._reserve(session, now):
+                holding += 1
+            elif not holding and self._waits_for_nobody(session, now):
+                self._give_back(session, now, "nobody runs whose end would make room")
+            else:
                 return
-            holding += 1
+
+    def _recomputes_too_much(self, session: DecodeSession) -> bool:
+        if session.request.state is not DecodeState.PREEMPTED or not session.remote:
+            return False
+        tokens, limit = session.sequence.tokens, self._c.config.max_local_recompute
+        if len(tokens) <= limit:
+            return False
+        return len(tokens) - self._c.kv.lookup(tokens, session.sequence.spec.cache_salt) > limit
+
+    def _waits_for_nobody(self, session: DecodeSession, now: float) -> bool:
+        """True for a preempted session whose blocks are all quarantined, for longer than a living writer needs."""
+        preempted = session.request.state is DecodeState.PREEMPTED and session.remote
+        return preempted and now >= session.request.since + QUARANTINE_GRACE
+
+    def _give_back(self, session: DecodeSession, now: float, why: str) -> None:
+        """Ends the attempt without an end of the output: the router resumes it, here or elsewhere."""
+        session.request.advance(DecodeState.FINISHED, now, f"given back: {why}")
+        finish = self._finish(session, FinishReason.PREEMPTED, None, now)
+        self._c.out.output(session.id, session.sequence.output_len, (), finish=finish)
+        self._c.counters["given_back"] += 1
+        self._retire(session, now, why)
 
     def _reserve(self, session: DecodeSession, now: float) -> bool:
         sequence, kv = session.sequence, self._c.kv

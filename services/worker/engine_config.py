@@ -33,6 +33,7 @@ def inference_config(config: WorkerConfig, socket_dir: str) -> dict[str, Any]:
             kv_memory_bytes=config.kv_memory_mb << 20,
             enable_prefix_cache=config.prefix_cache,
             max_local_tokens=config.max_local_tokens,
+            max_local_recompute=config.max_local_recompute,
             max_step_stretch=config.max_step_stretch,
             queue_timeout=config.queue_timeout,
             kv_progress_timeout=config.kv_progress_timeout,

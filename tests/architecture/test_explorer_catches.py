@@ -11,7 +11,8 @@ from engine_core.engine import EngineCore
 from engine_core.lifecycle.decode_request import DecodeState
 from engine_core.lifecycle.prefill_request import PrefillState
 from engine_core.lifecycle.transfer_session import TransferState
-from engine_core.scheduler.decode import DecodeDisaggScheduler, DecodeSession
+from engine_core.scheduler.decode import DecodeDisaggScheduler
+from engine_core.scheduler.decode_session import DecodeSession
 from engine_core.scheduler.messages import LegDelivered, LegToken, Started
 from engine_core.scheduler.prefill import PrefillDisaggScheduler, PrefillSession
 from engine_core.scheduler.step import ScheduledSequence

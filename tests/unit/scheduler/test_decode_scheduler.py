@@ -421,3 +421,58 @@ def test_the_first_output_says_what_was_cached() -> None:
     to_ticket(remote, prompt=(1, 2, 3))
     remote.send(LegToken(S1, 50, cached_tokens=2))
     assert [o.cached_tokens for o in remote.outputs(1)] == [2]
+
+
+def preempted(**more: object) -> DrivenCore:
+    """Two remote sessions of 3 + 9 tokens in a pool of 12: the younger one is preempted half-way."""
+    core = decode(num_blocks=7, num_reserved_decode_tokens=2, **more)
+    for room in (1, 2):
+        to_ticket(core, room, (10 * room, 2, 3), max_tokens=9, arrival_ms=room)
+        deliver(core, room)
+    for _ in range(10):
+        core.step()
+        if core.core.stats().counters.get("preemptions"):
+            return core
+    raise AssertionError("nobody was preempted")
+
+
+def test_a_preempted_session_recomputes_what_is_little() -> None:
+    core = preempted(max_local_recompute=100)
+    core.run()
+    for room in (1, 2):
+        assert len(core.tokens(room)) == 9
+        assert core.outputs(room)[-1].finish is not None
+    assert core.core.stats().counters.get("given_back", 0) == 0
+
+
+def test_a_preempted_session_with_much_to_recompute_is_given_back() -> None:
+    core = preempted(max_local_recompute=0)
+    core.run()
+    last = core.outputs(2)[-1]
+    assert last.finish is not None and last.finish.reason is FinishReason.PREEMPTED and not last.token_ids
+    assert last.first_index == len(core.tokens(2)) < 9, "the router knows all that it had"
+    assert core.core.stats().counters["given_back"] == 1
+    assert len(core.tokens(1)) == 9
+    core.send(EndSession(S1), EndSession(S2))
+    assert core.core.idle() and core.kv.usage().used == 0
+
+
+def test_a_preempted_session_that_nobody_will_make_room_for_is_given_back() -> None:
+    """All that it needs is quarantined, and nobody runs."""
+    core = decode(num_blocks=7, num_reserved_decode_tokens=2)
+    to_ticket(core, 1, (10, 2, 3), max_tokens=9, arrival_ms=1)
+    deliver(core, 1)
+    to_ticket(core, 2, (20, 2, 3), max_tokens=9, arrival_ms=0)
+    core.send(EndSession(S2))  # while its push may still write
+    assert core.kv.usage().quarantined == 3
+    core.run()
+    assert core.core.stats().counters["preemptions"] == 1
+    core.take()
+    assert core.outputs(1)[-1].finish is None, "a living writer answers within a second"
+    core.clock.advance(1.5)
+    core.take()
+    finish = core.outputs(1)[-1].finish
+    assert finish is not None and finish.reason is FinishReason.PREEMPTED
+    core.send(EndSession(S1))
+    core.event(QuietReceived(1, S2))
+    assert core.core.idle() and core.kv.usage().quarantined == 0

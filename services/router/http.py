@@ -30,6 +30,7 @@ from engine_core.types.errors import (
     UnavailableError,
 )
 from services.router.json_body import short
+from services.router.poison import PoisonError
 from services.runtime.errors import http_status
 from services.runtime.tasks import TaskOwner
 from services.runtime.telemetry import bind_log_fields
@@ -91,6 +92,8 @@ def error_response(exc: PdmeshError) -> Response:
         headers["retry-after"] = str(max(1, math.ceil(exc.retry_after)))
     if status == 413:
         headers["connection"] = "close"
+    if isinstance(exc, PoisonError):
+        headers["x-should-retry"] = "false"  # OpenAI's clients try a 500 again unless told not to
     return json_response(error_body(exc), status, headers)
 
 

@@ -338,7 +338,7 @@ class Journey:
             before = len(output.token_ids)
             if ids:
                 self._take(message.first_index, len(ids), placement, held)
-                if message.HasField("cached_tokens") and self._cached is None:
+                if self._cached is None and message.HasField("cached_tokens"):
                     self._cached = message.cached_tokens
                 text = output.add(ids, None if finish is None else finish.stop_token_id)
             if finish is not None and finish.reason in (FinishReason.CANCELLED, FinishReason.PREEMPTED):
@@ -375,7 +375,7 @@ class Journey:
                 self._leave_gate([placement.prefill.incarnation])
         elif self._received == self._since + 1:  # decode has computed
             self._mesh.succeeded(*breaker_keys(placement))
-        if self._received + count - self._since >= CLEARED_AFTER:
+        if self._gated and self._received + count - self._since >= CLEARED_AFTER:
             self._leave_gate(self._gated)
         if self._received == 0:
             self._first_at = now

@@ -169,6 +169,21 @@ def prefill_row(**kwargs: Any) -> FakeDecode:
     return FakeDecode(says([]), role=Role.PREFILL, **{"name": "prefill-0", **kwargs})
 
 
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    body = response.json()
+    assert list(body) == ["error"]
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for what must come; the limit only ends a test that has failed."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  (what changes is in the router, not ours to signal)
+            await asyncio.sleep(0.005)
+
+
 class Harness:
     """A running router. `http` and `client` (the openai SDK) talk to it over a real socket."""
 

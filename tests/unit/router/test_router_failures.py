@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Callable
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -29,30 +27,17 @@ from tests.support.fake_decode import (
     FakeDecode,
     Harness,
     Script,
+    error_of,
     prefill_row,
     running_router,
     says,
     tokens,
+    until,
 )
 from tests.support.models import tiny_model
 
 USER: Any = [{"role": "user", "content": "hello"}]
 COMPLETION = {"prompt": "hello", "max_tokens": 50}
-
-
-def error_of(response: httpx.Response) -> dict[str, Any]:
-    body = response.json()
-    assert list(body) == ["error"]
-    assert set(body["error"]) == {"message", "type", "param", "code"}
-    error: dict[str, Any] = body["error"]
-    return error
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for what must come; the limit only ends a test that has failed."""
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110  (what changes is in the router, not ours to signal)
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize(
@@ -158,99 +143,6 @@ async def test_a_failure_before_token_1_is_planned_again_elsewhere(failure: Pdme
             assert len(bad.requests) == len(good.requests) == 1
         text = (await router.http.get("/metrics")).text
         assert f'pdmesh_router_replans_total{{leg="{failure.leg.value}",reason="{failure.reason}"}} 1.0' in text
-
-
-async def breaker(router: Harness, worker: str) -> float:
-    """0 closed, 1 half-open, 2 open."""
-    lines = (await router.http.get("/metrics")).text.splitlines()
-    found = [x for x in lines if x.startswith(f'pdmesh_router_breaker_state{{dp="0",worker="{worker}"}} ')]
-    assert len(found) == 1
-    return float(found[0].split()[1])
-
-
-async def until_breaker(router: Harness, worker: str, value: float) -> None:
-    async with asyncio.timeout(20):
-        while await breaker(router, worker) != value:  # noqa: ASYNC110  (it changes in the router)
-            await asyncio.sleep(0.05)
-
-
-async def test_a_dead_worker_is_left_for_the_other_one() -> None:
-    dead, alive = FakeDecode(says([5])), FakeDecode(says([5]), name="decode-1")
-    async with running_router(tiny_model(), dead, alive, policy="round_robin") as router:
-        await dead.stop()  # its row stays READY until the lease lapses
-        for _ in range(4):
-            assert (await router.http.post("/v1/completions", json=COMPLETION)).status_code == 200
-        assert len(alive.requests) == 4
-        assert await breaker(router, "decode-0") > 0 and await breaker(router, "decode-1") == 0
-        text = (await router.http.get("/metrics")).text
-        assert 'pdmesh_router_replans_total{leg="decode",reason="CONNECT_FAILED"} 1.0' in text, "one found out for all"
-        # Somebody answers there again, as when a connection was only broken: a probe closes the breaker.
-        await dead.start_again()
-        await until_breaker(router, "decode-0", 0.0)
-        for _ in range(2):
-            assert (await router.http.post("/v1/completions", json=COMPLETION)).status_code == 200
-        assert len(dead.requests) == 1
-
-
-async def test_faults_in_a_row_keep_a_worker_out_until_a_probe() -> None:
-    """It answers health checks but fails what it is asked; the other leg is never blamed for it."""
-    bad, good = FakeDecode(says([5])), FakeDecode(says([5]), name="decode-1")
-    failure = PeerFailedError("no step", leg=Leg.DECODE)
-    bad.script = lambda request: [failure]
-    async with running_router(tiny_model(), bad, good, policy="round_robin") as router:
-        while len(bad.requests) < 3:
-            assert (await router.http.post("/v1/completions", json=COMPLETION)).status_code == 200
-        assert await breaker(router, "decode-0") == 2.0
-        assert await breaker(router, "prefill-0") == await breaker(router, "decode-1") == 0.0
-        await until_breaker(router, "decode-0", 0.0)
-        bad.script = says([5])
-        for _ in range(2):
-            assert (await router.http.post("/v1/completions", json=COMPLETION)).status_code == 200
-        assert len(bad.requests) == 4
-        workers = (await router.http.get("/workers")).json()["workers"]
-        assert {w["instance"]: w["breaker"] for w in workers} == dict.fromkeys(
-            ["decode-0", "decode-1", "prefill-0"], "CLOSED"
-        )
-
-
-async def test_an_open_breaker_is_tried_when_there_is_nobody_else() -> None:
-    fake = FakeDecode(lambda request: [PeerFailedError("no step", leg=Leg.DECODE)])
-    async with running_router(tiny_model(), fake, max_attempts=3) as router:
-        assert (await router.http.post("/v1/completions", json=COMPLETION)).status_code == 503
-        assert await breaker(router, "decode-0") > 0
-        fake.script = says([5])
-        assert (await router.http.post("/v1/completions", json=COMPLETION)).status_code == 200
-        assert await breaker(router, "decode-0") == 0.0, "its success closes it at once"
-
-
-@pytest.mark.parametrize(
-    "failure",
-    [
-        InvalidRequestError("bad", leg=Leg.DECODE, field="request.sampling.top_k"),
-        QueueFullError("full", leg=Leg.DECODE),
-        FencedError("another incarnation", leg=Leg.DECODE),
-    ],
-)
-async def test_what_is_no_fault_opens_no_breaker(failure: PdmeshError) -> None:
-    fake = FakeDecode(lambda request: [failure])
-    async with running_router(tiny_model(), fake) as router:
-        for _ in range(2):
-            assert (await router.http.post("/v1/completions", json=COMPLETION)).status_code in (400, 409, 429)
-        assert len(fake.requests) >= 2
-        assert await breaker(router, "decode-0") == await breaker(router, "prefill-0") == 0.0
-
-
-async def test_retries_have_a_budget() -> None:
-    """A fleet that fails everything gets what the budget allows, not five times its load."""
-    fake = FakeDecode(lambda request: [PeerFailedError("no step", leg=Leg.DECODE)])
-    async with running_router(tiny_model(), fake, max_in_flight=2, retry_share=0.25, retry_floor=0.0) as router:
-        for _ in range(12):
-            assert (await router.http.post("/v1/completions", json=COMPLETION)).status_code == 503
-        # Four of the burst, and one for each four requests; what the first ones earned the full bucket did not take.
-        assert 12 + 4 + 2 <= len(fake.requests) <= 12 + 4 + 3
-        text = (await router.http.get("/metrics")).text
-        assert f'pdmesh_router_retries_total{{kind="replan"}} {float(len(fake.requests) - 12)}' in text
-        assert 'pdmesh_router_retries_refused_total{why="budget"}' in text
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ async def test_bootstraps_and_routers_come_and_go() -> None:
         async with Load(mesh.url, ASKS, width=3, name="a") as first, Load(other, ASKS, width=3, name="b") as second:
             await first.until(lambda: first.streaming(2) >= 2, "streams run over the one router")
             await second.until(lambda: second.streaming(2) >= 2, "and over the other")
-            for name in ("bootstrap", "bootstrap-1", "bootstrap-2"):
+            for name in ("bootstrap", "bootstrap-2"):
                 mesh.kill(name)
                 await mesh.gone(name)
                 now = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import time
@@ -96,25 +97,34 @@ async def test_sigterm_lets_streams_end_or_hands_them_over(bench: Bench) -> None
     await mesh.quiet()
 
 
-async def test_the_last_pair_waits_for_its_streams_or_is_forced(bench: Bench) -> None:
-    """Forced, its stream waits for somebody who can take it up, and goes on when the worker is back."""
+async def test_the_last_pair_waits_for_its_streams_or_is_forced(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Forced, its stream waits for somebody who can take it up, and goes on when the worker is back. The engine
+    stands still at each look, so that the stream is there."""
     mesh = bench.mesh
     await drained(mesh, "decode-1")
-    ask = Ask(ASKS[0].prompt, 3000)
+    engine = (await mesh.rank("decode-0"))["engine_pid"]
+    ask = Ask(ASKS[0].prompt, 3500)
     async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
         told: list[int] = []
         task = asyncio.ensure_future(send(client, mesh.url, ask, on_event=lambda a: told.append(len(a.token_ids))))
         await until_async(lambda: _told(told, 5), 20.0)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "services.cli.main", "drain", "decode-0", "--limit", "0", "--bootstrap",
-            mesh.bootstrap, stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        out, _ = await process.communicate()
-        assert process.returncode == 0
-        assert "decode-0: drains 1 sessions\ndecode-0: no other pair of its fingerprint is ready" in out.decode()
-        seen = len(told)
-        await until_async(lambda: _told(told, seen + 20), 20.0)  # it was not handed over
-        assert (await mesh.rank("decode-0"))["drain_note"].startswith("waits for 1 streams: no other pair")
+        try:
+            os.kill(engine, signal.SIGSTOP)
+            capsys.readouterr()
+            await drained(mesh, "decode-0", limit=0.0, wait=False)
+            said = "decode-0: drains 1 sessions\ndecode-0: no other pair of its fingerprint is ready"
+            assert said in capsys.readouterr().out
+            await until_async(lambda: _waits(mesh), 20.0)
+            os.kill(engine, signal.SIGCONT)
+            seen = len(told)
+            await until_async(lambda: _told(told, seen + 20), 20.0)  # it was not handed over
+            os.kill(engine, signal.SIGSTOP)
+            await drained(mesh, "decode-0", limit=0.0, force=True, wait=False)
+            await until_async(lambda: _none(mesh), 20.0)
+        finally:
+            os.kill(engine, signal.SIGCONT)
         await drained(mesh, "decode-0", limit=0.0, force=True)
         assert not task.done()
         await changed(mesh, "decode-0", Role.DECODE)
@@ -125,3 +135,37 @@ async def test_the_last_pair_waits_for_its_streams_or_is_forced(bench: Bench) ->
 
 async def _told(told: list[int], count: int) -> bool:
     return len(told) > count
+
+
+async def _waits(mesh: Mesh) -> bool:
+    note = str((await mesh.rank("decode-0", fresh=False))["drain_note"])
+    return note.startswith("waits for 1 streams: no other pair")
+
+
+async def _none(mesh: Mesh) -> bool:
+    return not (await mesh.rank("decode-0", fresh=False))["streams"]
+
+
+@pytest.mark.slow
+async def test_the_commands_themselves(bench: Bench) -> None:
+    """As processes: a drain that waits, what status says then, a role that is refused or unknown, the way back."""
+    mesh = bench.mesh
+
+    async def pdmesh(*arguments: str) -> tuple[int, str]:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "services.cli.main", *arguments, "--bootstrap", mesh.bootstrap,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        )  # fmt: skip
+        out, _ = await process.communicate()
+        assert process.returncode is not None
+        return process.returncode, out.decode()
+
+    assert await pdmesh("drain", "prefill-1", "--wait") == (0, "prefill-1: drains 0 sessions\nprefill-1: drained\n")
+    (code, status), (unknown, said), (refused, why) = await asyncio.gather(
+        pdmesh("status"), pdmesh("drain", "prefill-9"), pdmesh("role", "prefill-0", "decode")
+    )
+    assert code == 0 and "prefill-1 drains: drained" in status
+    assert unknown == 1 and "no instance 'prefill-9' is in the rank table; there are: decode-0, decode-1, " in said
+    assert refused == 1 and "prefill-0 is part of the last pair of its fingerprint" in why
+    code, said = await pdmesh("role", "prefill-1", "prefill")
+    assert code == 0 and said.endswith("prefill-1: serves as PREFILL\n")

@@ -214,6 +214,13 @@ class Raw:
         grant = await self.bootstrap.RegisterRank(request, timeout=TIMEOUT)
         self.leases.append((grant.lease_id, request.row.incarnation))
 
+    async def leave(self, incarnation: int) -> None:
+        """Takes the rows of one incarnation out of the table."""
+        kept = [lease for lease in self.leases if lease[1] != incarnation]
+        self.leases, gone = [lease for lease in self.leases if lease[1] == incarnation], kept
+        await self.give_back()
+        self.leases = gone
+
     async def give_back(self) -> None:
         """Takes all rows out of the table that register() has put there and nobody replaced."""
         for lease, incarnation in self.leases:

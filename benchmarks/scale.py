@@ -19,6 +19,7 @@ Staleness and imbalance come of the virtual clock and the seed alone; CPU times 
 from __future__ import annotations
 
 import argparse
+import gc
 import heapq
 import json
 import random
@@ -127,6 +128,8 @@ class Simulation:
         self.workers: dict[int, Worker] = {}
         self.reported: dict[int, float] = {}
         self.in_flight: list[Counter[int]] = [Counter() for _ in range(shape.routers)]
+        self.broken: list[set[int]] = [set() for _ in range(shape.routers)]
+        """Whom each router could not reach: its breaker is open until the table says more."""
         self.costs: dict[str, Cost] = {}
         self.tally = Tally()
         self.measuring = False
@@ -236,7 +239,7 @@ class Simulation:
             self.listed_version = self.roster.version
         self.turn += 1
         try:
-            placement = self.timed("placement", lambda: self.choose(own, avoid))
+            placement = self.timed("placement", lambda: self.choose(own, avoid, self.broken[router]))
         except PdmeshError:
             self.tally.refused += self.measuring
             return
@@ -247,15 +250,16 @@ class Simulation:
             if not self.tally.placed % 64:
                 self.tally.ages.append(self.now - self.reported.get(placement.decode.incarnation, self.now))
         if dead:
+            self.broken[router] |= set(dead)
             self.attempt(router, avoid | set(dead))
             return
         assert placement.prefill is not None
         self.hold(router, placement.prefill.incarnation, self.shape.prefill_time)
         self.hold(router, placement.decode.incarnation, self.shape.decode_time)
 
-    def choose(self, own: Counter[int], avoid: set[int]) -> Placement:
+    def choose(self, own: Counter[int], avoid: set[int], broken: set[int]) -> Placement:
         """As services/router/mesh.py does."""
-        room, signals = self.rng.getrandbits(62), Signals(own, avoid)
+        room, signals = self.rng.getrandbits(62), Signals(own, avoid, broken)
         found = self.listed.choose(
             self.policy,
             room,
@@ -355,6 +359,7 @@ def main() -> None:
     parser.add_argument("--policy", action="append", choices=[p.value for p in PlacementPolicy])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    gc.disable()  # the simulation's own millions of objects would be looked through in what is timed
     shape = Shape(workers=args.workers, routers=args.routers, rate=args.rate, seconds=args.seconds)
     policies = args.policy or [PlacementPolicy.LEAST_LOAD.value]
     runs = [Simulation(shape, args.seed, PlacementPolicy(policy)).run() for policy in policies]

@@ -126,6 +126,9 @@ class RankTable:
         """All rows, ordered by key; LEFT ones are gone."""
         return tuple(self._entries[key].row for key in sorted(self._entries))
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
     def snapshot(self) -> Snapshot:
         """The whole table."""
         return Snapshot(self.revision, self.rows())

@@ -49,6 +49,10 @@ LOAD_INTERVAL = 1.0
 
 
 _MESSAGES_KEPT = 256
+_BEHIND = 32
+"""Changes that a watcher is sent one by one, at least."""
+_ROWS_PER_MESSAGE = 64
+"""Rows of a snapshot that cost about as much as a message of their own."""
 
 
 class _Watch:
@@ -219,6 +223,8 @@ class BootstrapServicer(bootstrap_service_pb2_grpc.BootstrapServiceServicer):
 
     def _events_for(self, watch: _Watch) -> list[WatchEvent]:
         changes = None if watch.seen is None else self._table.changes_after(watch.seen)
+        if changes is not None and len(changes) > max(_BEHIND, len(self._table) // _ROWS_PER_MESSAGE):
+            changes = None  # one snapshot costs less, and so a crowd of changes can't bury the watchers
         events: list[WatchEvent]
         if changes is None:
             events = [self._snapshot()]

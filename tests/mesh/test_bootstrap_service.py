@@ -191,6 +191,22 @@ async def test_a_watcher_that_fell_behind_the_log_gets_a_snapshot(bootstrap: Loc
     watch.call.cancel()
 
 
+async def test_a_crowd_of_changes_comes_as_one_snapshot(tmp_path: Any) -> None:
+    async with LocalBootstrap(tmp_path / "b", log_size=4096) as bootstrap:
+        pool = ChannelPool()
+        stub = bootstrap_service_pb2_grpc.BootstrapServiceStub(pool.get(bootstrap.endpoint))
+        revisions = [bootstrap.table.revision]
+        for index in range(20):  # two changes each
+            await register(stub, rank_row(f"d{index:02}"))
+            revisions.append(bootstrap.table.revision)
+        for behind, kind in ((16, RowChange), (17, Snapshot)):
+            watch = Watch(stub, after=revisions[-1 - behind])
+            event = await watch.next()
+            assert isinstance(event, kind)
+            watch.call.cancel()
+        await pool.close()
+
+
 async def test_a_lapse_reaches_watchers_by_itself(stub: Any) -> None:
     watch = Watch(stub)
     await watch.next()

@@ -8,8 +8,8 @@ from engine_core.types.request import Role
 from services.config import BootstrapConfig, RouterConfig, WorkerConfig
 from services.runtime import addresses
 from services.runtime.addresses import bracketed, dialable, is_loopback, own_address
-from services.worker.life import _default_name
 from services.worker.engine_config import inference_config
+from services.worker.life import _default_name
 
 
 def worker(**values: object) -> WorkerConfig:

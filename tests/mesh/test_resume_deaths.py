@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.support.asking import Asker, Asking, random_prompt
+from tests.support.asking import TIMEOUT, Asker, Asking, random_prompt, until
 from tests.support.mesh import Mesh
 from tests.support.models import tiny_model
 from tests.support.oracle import Oracle, oracle_for
@@ -168,6 +168,7 @@ async def test_decode_dies_with_a_preempted_one(mortal: Mortal) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 async def test_an_engine_dies_at_every_token(tmp_path: Path) -> None:
     """Twelve outputs; at token k of output k the engine that draws it gets kill -9, be it prefill or decode."""
     lengths = [40 + 16 * at for at in range(12)]
@@ -188,6 +189,7 @@ async def test_an_engine_dies_at_every_token(tmp_path: Path) -> None:
             assert answer.ok and (tmp_path / f"once-{at}").exists(), (at, answer)
             assert answer.attempts == 2 and len(answer.ids) == 12, (at, answer)
             oracle.assert_right([answer.claim()])
-            (dead,) = [name for name in ("prefill-0", "prefill-1", "decode-0", "decode-1") if not mesh.pid(name)]
+            await until(lambda: len(mesh.pids) < 6, TIMEOUT, lambda: f"a worker ends: {mesh.pids}")
+            (dead,) = {"prefill-0", "prefill-1", "decode-0", "decode-1"} - mesh.pids.keys()
             assert dead.startswith("prefill" if at == 0 else "decode")
             await mesh.start(dead)

@@ -161,12 +161,15 @@ class Breakers:
             if found is not None and found.state is BreakerState.HALF_OPEN:
                 found.trial_at = now
 
-    def end_trials(self, keys: Iterable[Key]) -> None:
-        """The request is over, and said nothing of them: the next one may try."""
+    def end_trials(self, keys: Iterable[Key]) -> bool:
+        """The request is over, and said nothing of them: the next one may try. True when that one has waited for it."""
+        freed = False
         for key in keys:
             found = self._known.get(key)
             if found is not None:
+                freed |= found.state is BreakerState.HALF_OPEN and found.trial_at > float("-inf")
                 found.trial_at = float("-inf")
+        return freed
 
     def tick(self, now: float) -> list[Key]:
         """Makes those HALF_OPEN whose hold is over; returns them. The caller probes the workers among them: that is

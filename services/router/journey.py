@@ -53,7 +53,7 @@ from services.router.mesh import Mesh, breaker_keys
 from services.router.options import GenerationOptions
 from services.router.output_text import OutputText
 from services.router.placement import Placement
-from services.router.poison import CLEARED_AFTER, Evidence
+from services.router.poison import CLEARED_AFTER, GREEDY, Evidence
 from services.router.retry import Attempts, backoff, charged, handed_back
 from services.router.rooms import route_of
 from services.router.trace import Trace
@@ -167,7 +167,7 @@ class Journey:
 
     async def _run(self, sink: Sink) -> SampleResult:
         mesh, spec = self._mesh, self._spec
-        mesh.convicted.check(spec.prompt_token_ids, spec.seed, time.monotonic())
+        mesh.convicted.check(spec.prompt_token_ids, self._draws, time.monotonic())
         mesh.budget.request()
         avoid: set[int] = set()
         attempts = Attempts(mesh.max_attempts)
@@ -185,11 +185,16 @@ class Journey:
                     raise refusal from (None if refusal is exc else exc)
                 self._note_retry(exc)
             finally:
-                mesh.breakers.end_trials(breaker_keys(placement))
+                mesh.end_trials(placement)
                 self._leave_gate(self._gated)
             self._attempt += 1
             left = spec.deadline - time.monotonic()
             await asyncio.sleep(min(backoff(attempts.fruitless, mesh.rng), max(left, 0.0)))
+
+    @property
+    def _draws(self) -> int:
+        """What the output depends on beside the prompt."""
+        return self._spec.seed if self._spec.options.temperature > 0 else GREEDY
 
     def _refusal(self, exc: PdmeshError, attempts: Attempts) -> PdmeshError | None:
         """What the sample ends with; None when it is tried again."""
@@ -197,8 +202,7 @@ class Journey:
         if not exc.retryable or now >= spec.deadline:
             return exc
         if self._evidence.guilty:
-            seed = None if not self._received else spec.seed if spec.options.temperature > 0 else 0
-            mesh.convicted.add(spec.prompt_token_ids, seed, now)
+            mesh.convicted.add(spec.prompt_token_ids, self._draws if self._received else None, now)
             mesh.retry_metrics.refused.labels("poison").inc()
             return self._evidence.verdict(exc.leg)
         if attempts.exhausted:
@@ -233,11 +237,14 @@ class Journey:
                     alone=suspect,
                 )
                 break
-            except UnavailableError as exc:
+            except (UnavailableError, ContextLengthError) as exc:
                 left = (deadline if exc.reason == "SUSPECT" else give_up) - time.monotonic()
-                hopeless = exc.reason == "FINGERPRINT_MISMATCH" and not open_stream
-                if left <= 0 or hopeless or not await self._mesh.table.wait_change(left):
-                    raise
+                hopeless = exc.reason in ("FINGERPRINT_MISMATCH", ContextLengthError.reason) and not open_stream
+                if left > 0 and not hopeless and await self._mesh.table.wait_change(left):
+                    continue
+                if open_stream and isinstance(exc, ContextLengthError):  # the client's request was well once
+                    raise UnavailableError(exc.message, leg=Leg.ROUTER, reason="NO_ROOM") from None
+                raise
         if suspect:
             self._gated = [row.incarnation for row in placement.rows]
             self._mesh.gate.enter(self._gated)
@@ -341,7 +348,10 @@ class Journey:
                 if self._cached is None and message.HasField("cached_tokens"):
                     self._cached = message.cached_tokens
                 text = output.add(ids, None if finish is None else finish.stop_token_id)
-            if finish is not None and finish.reason in (FinishReason.CANCELLED, FinishReason.PREEMPTED):
+            given_back = finish is not None and finish.reason in (FinishReason.CANCELLED, FinishReason.PREEMPTED)
+            if finish is not None and given_back and output.stop_string is None:
+                if ids:  # merged with the hand-back, since the last message waited for this reader
+                    await sink(Delta(text, output.token_ids[before:]))
                 raise UnavailableError(
                     f"the decode worker gave the request back ({finish.reason.value})",
                     leg=Leg.DECODE,

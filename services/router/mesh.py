@@ -111,6 +111,11 @@ class Mesh:
         if self.breakers.success(*keys):
             self.table.notify()
 
+    def end_trials(self, placement: Placement) -> None:
+        """An attempt is over; where it was a trial that said nothing, those that wait try."""
+        if self.breakers.end_trials(breaker_keys(placement)):
+            self.table.notify()
+
     def release_suspect(self, incarnations: list[int]) -> None:
         """A suspect has left these workers; those that wait for their turn look again."""
         self.gate.leave(incarnations)

@@ -30,6 +30,8 @@ CLEARED_AFTER = 2
 """New tokens of one attempt that clear a suspect."""
 REMEMBERED_SECONDS = 600.0
 REMEMBERED = 1024
+GREEDY = -1
+"""Stands for the seed where nothing is drawn."""
 
 
 class PoisonError(InternalError):
@@ -97,7 +99,7 @@ class Convicted:
     """Requests that were found guilty, for REMEMBERED_SECONDS.
 
     One that never had a token is known by its prompt; one that had some by its prompt and seed, since another
-    draw may not meet what crashed the engine (greedy: by its prompt and the seed 0).
+    draw may not meet what crashed the engine; of greedy ones, whose seed means nothing, as GREEDY.
     """
 
     def __init__(self) -> None:
@@ -125,5 +127,5 @@ class Convicted:
 
 
 def _digest(prompt: Sequence[int], seed: int | None) -> bytes:
-    head = b"any" if seed is None else seed.to_bytes(8, "little")
+    head = b"any" if seed is None else seed.to_bytes(9, "little", signed=True)
     return hashlib.sha256(head + array("I", prompt).tobytes()).digest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection, Hashable
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -25,6 +26,7 @@ class Prober:
     def __init__(self, breakers: Breakers, table: WatchedTable, pool: ChannelPool) -> None:
         self._breakers, self._table, self._pool = breakers, table, pool
         self._tasks = TaskOwner("probes")
+        self._blocked: Collection[Hashable] = ()
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -38,12 +40,15 @@ class Prober:
     def _tick(self) -> None:
         rows = {row.incarnation: row for row in self._table.rows() if row.is_leader}
         self._breakers.keep(rows.keys())
-        due = self._breakers.tick(time.monotonic())
+        now = time.monotonic()
+        due = self._breakers.tick(now)
         for key in due:
             if isinstance(key, int):
                 self._tasks.spawn(self._probe(rows[key]), f"probe {rows[key].instance.name}")
-        if any(isinstance(key, tuple) for key in due):
-            self._table.notify()  # a pair can only be tried by a request
+        # A pair can only be tried by a request, and so can who has a trial that takes too long.
+        before, self._blocked = self._blocked, self._breakers.blocked(now)
+        if any(isinstance(key, tuple) for key in due) or any(key not in self._blocked for key in before):
+            self._table.notify()
 
     async def _probe(self, row: RankRow) -> None:
         service = "prefill.v1.PrefillService" if row.instance.role is Role.PREFILL else "decode.v1.DecodeService"

@@ -162,6 +162,23 @@ async def test_who_crashes_two_engines_is_given_up_and_not_tried_again(streaming
         assert 'pdmesh_router_retries_refused_total{why="poison"} 1.0' in text
 
 
+async def test_a_greedy_request_is_known_again_whatever_its_seed() -> None:
+    """It crashes behind its first token, so that draws could matter: greedy, there are none."""
+    crash = UnavailableError("engine ended with signal 11", leg=Leg.DECODE, reason="ENGINE_CRASHED")
+    fakes = [FakeDecode(lambda request: [], name=f"decode-{i}") for i in range(3)]
+    for fake in fakes:
+        fake.script = lambda request: [tokens(len(request.request.emitted_token_ids), [70]), crash]
+    async with running_router(tiny_model(), *fakes) as router:
+        for _ in range(2):
+            response = await router.http.post("/v1/completions", json={**COMPLETION, "temperature": 0})
+            assert (response.status_code, error_of(response)["code"]) == (500, "poison")
+            assert sum(len(fake.requests) for fake in fakes) == 2
+        for fake in fakes:
+            fake.script = says([70])
+        sampled = {**COMPLETION, "temperature": 1, "seed": 0}
+        assert (await router.http.post("/v1/completions", json=sampled)).status_code == 200, "others are not meant"
+
+
 async def test_suspects_do_not_share_a_worker() -> None:
     """Four were in the step of a crash. Until each has shown that it is not the one, it is alone on its worker."""
     crash = UnavailableError("engine ended with signal 11", leg=Leg.DECODE, reason="ENGINE_CRASHED")

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
@@ -140,16 +140,18 @@ class Admission:
         """Admits a request. Raises QueueFullError when slots and queue can't take all its samples, or its turn
         can't come in time; a request that is larger than both is taken while nothing else is there."""
         self._check_wait(client)
-        while True:
-            busy = self._in_flight + self._pending
-            if not busy or busy + samples <= self._max_in_flight + self._max_queued:
-                break
-            if not self._displace(client, samples):
+        busy = self._in_flight + self._pending
+        over = busy + samples - self._max_in_flight - self._max_queued
+        if busy and over > 0:
+            victims = self._victims(client, samples, over)
+            if not victims:
                 raise QueueFullError(
                     f"{self._in_flight} requests are served and {self._pending} wait; try again later",
                     leg=Leg.ROUTER,
                     retry_after=self._retry_after(self._pending),
                 )
+            for victim, ahead in victims:
+                victim.displace(self._retry_after(ahead))
         self._pending += samples
         ticket = Ticket(self, samples, client)
         self._tickets[id(ticket)] = ticket
@@ -169,19 +171,24 @@ class Admission:
                 retry_after=_bounded(wait - _SURE * self._max_wait),
             )
 
-    def _displace(self, client: str, samples: int) -> bool:
-        """Sends away the newest waiting request of the client with the most in the queue, for one with less."""
-        waiting: dict[str, int] = {}
+    def _victims(self, client: str, samples: int, places: int) -> list[tuple[Ticket, int]]:
+        """Whom to send away for so many places: the newest waiting requests of those with the most in the queue,
+        for a client with less; with what its client had there. Nobody when that is not enough."""
+        waiting: Counter[str] = Counter()
         for ticket in self._tickets.values():
-            waiting[ticket.client] = waiting.get(ticket.client, 0) + ticket.left
-        heaviest = max(waiting, key=lambda c: waiting[c], default=client)
-        if waiting.get(heaviest, 0) <= waiting.get(client, 0) + samples:
-            return False
-        for ticket in reversed(list(self._tickets.values())):  # by age
-            if ticket.client == heaviest and not ticket.started:
-                ticket.displace(self._retry_after(waiting[heaviest]))
-                return True
-        return False
+            waiting[ticket.client] += ticket.left
+        newest = [ticket for ticket in reversed(self._tickets.values()) if not ticket.started]
+        found: list[tuple[Ticket, int]] = []
+        while places > 0:
+            heaviest = max(waiting, key=lambda c: waiting[c], default=client)
+            victim = next((ticket for ticket in newest if ticket.client == heaviest), None)
+            if victim is None or waiting[heaviest] <= waiting[client] + samples:
+                return []
+            found.append((victim, waiting[heaviest]))
+            newest.remove(victim)
+            waiting[heaviest] -= victim.left
+            places -= victim.left
+        return found
 
     def _retry_after(self, ahead: int) -> float:
         seconds = self._pace.seconds_for(max(ahead, 1), self._clock())
@@ -210,6 +217,7 @@ class Admission:
         self._in_flight += 1
         self._decode_tokens += slot.demand.prompt + slot.demand.output
         self._prefill_tokens += slot.demand.prompt
+        slot.ticket.begin()
 
     def _leave(self, slot: Slot) -> None:
         self._in_flight -= 1
@@ -245,10 +253,19 @@ class Ticket:
         self._waiting: list[Slot] = []
         self._displaced: QueueFullError | None = None
 
-    def slot(self, timeout: float, demand: Demand = Demand()) -> Slot:  # noqa: B008  # immutable
+    def slot(self, timeout: float, demand: Demand = Demand(), longest: float = 0.0) -> Slot:  # noqa: B008  # immutable
         """A context that holds a slot for one sample. Entering it raises QueueFullError after `timeout` seconds
-        of waiting, or when another client's request takes the place."""
-        return Slot(self._admission, self, timeout, demand)
+        of waiting, or when another client's request takes the place. Once one of the request's samples has run,
+        giving up would waste that: then the others wait for `longest` seconds, if that is more."""
+        return Slot(self._admission, self, timeout, demand, max(timeout, longest))
+
+    def begin(self) -> None:
+        """One of its samples has a slot."""
+        self._take(1)
+        if not self.started:
+            self.started = True
+            for slot in self._waiting:
+                slot.wait_longer()
 
     def close(self) -> None:
         """Gives back the places of samples that never ran."""
@@ -283,9 +300,12 @@ class Ticket:
 class Slot:
     """One sample's turn."""
 
-    def __init__(self, admission: Admission, ticket: Ticket, timeout: float, demand: Demand) -> None:
-        self._admission, self._ticket, self._timeout, self.demand = admission, ticket, timeout, demand
+    def __init__(self, admission: Admission, ticket: Ticket, timeout: float, demand: Demand, longest: float) -> None:
+        self._admission, self.ticket, self.demand = admission, ticket, demand
+        self._timeout, self._longest = timeout, longest
         self.waiter: asyncio.Future[None] | None = None
+        self._since = 0.0
+        self._limit: asyncio.Timeout | None = None
         self.in_prefill = True
 
     def first_token(self) -> None:
@@ -293,23 +313,30 @@ class Slot:
         if self.in_prefill:
             self._admission._prefill_done(self)
 
+    def wait_longer(self) -> None:
+        """A sibling has run."""
+        self._timeout = self._longest
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(self._since + self._timeout)
+
     async def __aenter__(self) -> None:
-        admission, ticket = self._admission, self._ticket
-        ticket.check()
+        admission = self._admission
+        self.ticket.check()
         if not len(admission._queue) and admission._fits(self.demand):
             admission._start(self)
         else:
             await self._wait()
-        ticket.started = True
-        ticket._take(1)
 
     async def _wait(self) -> None:
-        admission, ticket = self._admission, self._ticket
-        self.waiter = asyncio.get_running_loop().create_future()
+        admission, ticket, loop = self._admission, self.ticket, asyncio.get_running_loop()
+        self.waiter = loop.create_future()
         admission._queue.push(self, ticket.client, self.demand.prompt + self.demand.output or 1)
         ticket._waiting.append(self)
+        self._since = loop.time()
+        if ticket.started:
+            self.wait_longer()
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout_at(self._since + self._timeout) as self._limit:
                 await self.waiter
         except BaseException as exc:
             if admission._queue.remove(self):
@@ -325,6 +352,7 @@ class Slot:
                 ) from None
             raise
         finally:
+            self._limit = None
             ticket._waiting.remove(self)
 
     async def __aexit__(

@@ -262,8 +262,8 @@ class Front:
         own = sink_of(spec.index)
         if not leads:
             await begun.wait()  # ends with the first sample: its failure cancels the group
-        wait = min(self.config.queue_timeout, spec.deadline - time.monotonic())
-        slot = ticket.slot(wait, self._demand(spec))
+        left = spec.deadline - time.monotonic()
+        slot = ticket.slot(min(self.config.queue_timeout, left), self._demand(spec), longest=left)
 
         async def sink(delta: Delta) -> None:
             begun.set()

@@ -7,8 +7,9 @@ import asyncio
 import heapq
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import pytest
 
@@ -18,6 +19,8 @@ from engine_core.types.ids import RankCoord
 from engine_core.types.request import Role
 from services.router.admission import NO_LIMIT, Admission, Demand, Pace, Room, Slot, Ticket, room_of
 from services.wire.bootstrap import InstanceSpec, RankRow
+
+T = TypeVar("T")
 
 
 async def settle() -> None:
@@ -176,6 +179,85 @@ class TestFairness:
             admission.admit(1, "one")
         await end(*crowd)
 
+    async def test_nobody_is_sent_away_in_vain(self) -> None:
+        """A place for two would have to be taken from a client that then had no more in the queue than they."""
+        admission = Admission(1, 3)
+        crowd = [start(admission, "crowd") for _ in range(4)]
+        await settle()
+        with pytest.raises(QueueFullError):
+            admission.admit(2, "two")
+        assert not any(h.task.done() for h in crowd)
+        await end(*crowd)
+
+    async def test_who_just_got_a_slot_is_not_sent_away(self) -> None:
+        """Its task has not run yet, but its place in the queue is free already."""
+        admission = Admission(1, 3)
+        first, *crowd = [start(admission, "crowd") for _ in range(4)]
+        await settle()
+        first.release.set()
+        while not first.task.done():  # noqa: ASYNC110  (no later than that)
+            await asyncio.sleep(0)
+        granted = next(h for h in crowd if h.slot.waiter is not None and h.slot.waiter.done())
+        assert granted is crowd[0] and (admission.in_flight, admission.queued) == (1, 2)
+        one = start(admission, "one")  # takes the free place
+        two = start(admission, "two")  # takes the newest's
+        await settle()
+        assert granted.runs and crowd[1].task.done() is False and crowd[2].task.done()
+        with pytest.raises(QueueFullError):
+            await crowd[2].task
+        await end(*crowd[:2], one, two)
+        assert (admission.in_flight, admission.queued) == (0, 0)
+
+
+class TestManySamples:
+    async def run(self, admission: Admission, samples: int, seconds: float, longest: float) -> float:
+        """Runs a request's samples, each of `seconds`, with ten seconds in the queue; returns when all were done."""
+        ticket = admission.admit(samples)
+
+        async def one() -> None:
+            async with ticket.slot(10.0, Demand(1, 1), longest=longest):
+                await asyncio.sleep(seconds)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(samples):
+                    group.create_task(one())
+        finally:
+            ticket.close()
+        assert (admission.in_flight, admission.queued) == (0, 0)
+        return asyncio.get_running_loop().time()
+
+    def test_a_request_that_has_begun_waits_for_all_its_samples(self) -> None:
+        assert virtual(self.run(Admission(2, 100), 20, 4.0, longest=600.0)) == pytest.approx(40.0)
+
+    def test_until_its_deadline(self) -> None:
+        with pytest.raises(ExceptionGroup) as caught:
+            virtual(self.run(Admission(2, 100), 20, 4.0, longest=30.0))
+        (failure, *_) = caught.value.exceptions
+        assert isinstance(failure, QueueFullError) and failure.reason == "QUEUE_TIMEOUT"
+
+    def test_one_that_has_not_begun_waits_as_long_as_any(self) -> None:
+        async def behind() -> None:
+            admission = Admission(1, 100)
+            other = start(admission)
+            await settle()
+            with pytest.raises(ExceptionGroup) as caught:
+                await self.run_beside(admission)
+            assert asyncio.get_running_loop().time() == pytest.approx(10.0)
+            assert all("within 10 s" in str(failure) for failure in caught.value.exceptions)
+            await other.end()
+
+        virtual(behind())
+
+    async def run_beside(self, admission: Admission) -> None:
+        ticket = admission.admit(3)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(3):
+                    group.create_task(ticket.slot(10.0, Demand(1, 1), longest=600.0).__aenter__())
+        finally:
+            ticket.close()
+
 
 class TestRetryAfter:
     def test_pace(self) -> None:
@@ -240,6 +322,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super()._run_once()  # type: ignore[misc]
 
 
+def virtual(work: Coroutine[Any, Any, T]) -> T:
+    """Runs it in virtual time."""
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(work)
+    finally:
+        loop.close()
+
+
 @dataclass
 class Offered:
     at: float
@@ -291,11 +382,7 @@ async def offered(load: Iterable[Offered]) -> dict[str, Counter[str]]:
 
 
 def serve(load: list[Offered]) -> dict[str, Counter[str]]:
-    loop = VirtualLoop()
-    try:
-        return loop.run_until_complete(offered(sorted(load, key=lambda a: a.at)))
-    finally:
-        loop.close()
+    return virtual(offered(sorted(load, key=lambda a: a.at)))
 
 
 @pytest.mark.parametrize("times", [1.5, 3.0, 10.0])

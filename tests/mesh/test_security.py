@@ -130,6 +130,7 @@ def flags(**options: str) -> list[str]:
     return [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
 
 
+@pytest.mark.slow
 async def test_commands_show_token_and_certificate(secure: Secure) -> None:
     async def pdmesh(*arguments: str, **options: str) -> tuple[int, str]:
         process = await asyncio.create_subprocess_exec(

@@ -36,6 +36,7 @@ from engine_core.types.errors import (
     CancelledSessionError,
     ContextLengthError,
     DeadlineError,
+    FencedError,
     InternalError,
     InvalidRequestError,
     Leg,
@@ -100,6 +101,8 @@ class Delta(msgspec.Struct):
     token_ids: list[int]
     result: SampleResult | None = None
 
+
+_RETRY_AFTER = 1.0
 
 Sink = Callable[[Delta], Awaitable[None]]
 _Call = Any
@@ -181,7 +184,7 @@ class Journey:
                 attempts.failed(exc, self._received - self._since, open_stream=self._received > 0)
                 refusal = self._refusal(exc, attempts)
                 if refusal is not None:
-                    _name_field_for_client(refusal)
+                    refusal = _for_client(refusal)
                     raise refusal from (None if refusal is exc else exc)
                 self._note_retry(exc)
             finally:
@@ -460,11 +463,15 @@ class Journey:
         self._trace.move(self.room, self._attempt, state, reason)
 
 
-def _name_field_for_client(exc: PdmeshError) -> None:
-    """Workers name fields as the protos do."""
+def _for_client(exc: PdmeshError) -> PdmeshError:
+    """The error in the client's terms. Workers name fields as the protos do, and that nobody is left in the life that
+    this router knows of is for clients that nobody is there."""
+    if isinstance(exc, FencedError):
+        return UnavailableError(exc.message, leg=exc.leg, reason=exc.reason, retry_after=_RETRY_AFTER)
     if isinstance(exc, ContextLengthError):
         exc.field = "prompt"
     exc.field = exc.field.removeprefix("request.").removeprefix("sampling.")
+    return exc
 
 
 def _of_the_call(exc: grpc.aio.AioRpcError) -> PdmeshError:

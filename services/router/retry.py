@@ -2,8 +2,8 @@
 
 attempts   max_attempts counts attempts IN A ROW that brought no new token: one new token, and the count
            starts over. What a worker gave back (PREEMPTED, HANDOVER) costs no attempt, nor does on an open
-           stream what nobody took up (a full queue, a worker that drains or can't be reached): such a
-           stream waits until its deadline, which bounds the whole.
+           stream what nobody took up (a full queue, one that did not move, a worker that drains or can't be
+           reached): such a stream waits until its deadline, which bounds the whole.
 pace       before each new attempt a wait that doubles with every one in a row that brought nothing, from
            50 ms to 2 s, drawn between half and all of it. It counts the free ones too.
 """
@@ -22,7 +22,7 @@ LONGEST_WAIT = 2.0
 HANDED_BACK = frozenset({"PREEMPTED", "HANDOVER"})
 """Reasons with which a healthy worker gives a request back for another attempt."""
 
-_NOT_TAKEN = frozenset({"DRAINING", "JOINING", "STARTING", "CONNECT_FAILED", "PEER_UNKNOWN"})
+_NOT_TAKEN = frozenset({"DRAINING", "JOINING", "STARTING", "CONNECT_FAILED", "PEER_UNKNOWN", "QUEUE_TIMEOUT"})
 """Reasons of workers that never began to work on the attempt."""
 
 

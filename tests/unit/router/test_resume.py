@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from engine_core.types.errors import (
+    DeadlineError,
     FencedError,
     Leg,
     PdmeshError,
@@ -159,6 +160,7 @@ async def test_every_second_token_may_cost_a_connection() -> None:
         UnavailableError("draining", leg=Leg.DECODE, reason="DRAINING"),
         UnavailableError("handed over", leg=Leg.DECODE, reason="HANDOVER"),
         UnavailableError("given back", leg=Leg.DECODE, reason="PREEMPTED"),
+        DeadlineError("waited", leg=Leg.DECODE, reason="QUEUE_TIMEOUT", retryable=True),
     ],
 )
 async def test_refusals_cost_an_open_stream_no_attempt(refusal: PdmeshError) -> None:

@@ -109,9 +109,18 @@ async def test_what_is_no_fault_opens_no_breaker(failure: PdmeshError) -> None:
     fake = FakeDecode(lambda request: [failure])
     async with running_router(tiny_model(), fake) as router:
         for _ in range(2):
-            assert (await router.http.post("/v1/completions", json=COMPLETION)).status_code in (400, 409, 429)
+            assert (await router.http.post("/v1/completions", json=COMPLETION)).status_code in (400, 503, 429)
         assert len(fake.requests) >= 2
         assert await breaker(router, "decode-0") == await breaker(router, "prefill-0") == 0.0
+
+
+async def test_a_life_that_is_over_is_nobody_for_clients() -> None:
+    fake = FakeDecode(lambda request: [FencedError("another incarnation", leg=Leg.DECODE)])
+    async with running_router(tiny_model(), fake) as router:
+        response = await router.http.post("/v1/completions", json=COMPLETION)
+        assert (response.status_code, response.headers["retry-after"], error_of(response)["type"]) == (
+            503, "1", "server_error",
+        )  # fmt: skip
 
 
 async def test_a_transfer_that_failed_marks_no_pair_for_good() -> None:

@@ -129,6 +129,8 @@ class Mesh:
 
         A worker that the mesh did not begin with joins by its name: prefill-N, decode-N or mixed-N.
         """
+        if name == "router" and name not in self._routers:
+            self._routers.append(name)  # began without one
         if name not in (*self._bootstraps, *self._routers):
             self._kinds.setdefault(name, "prefill" if name.startswith("prefill") else "decode")
         assert name not in self._children or self._children[name].gone.is_set(), f"{name} runs"

@@ -90,7 +90,9 @@ class AutoRole:
         if self._changing is not None or now < self._rest_until:
             self._needed_since.clear()
             return None
-        for fingerprint in sorted({row.instance.fingerprint for row in leaders}):
+        present = sorted({row.instance.fingerprint for row in leaders})
+        self._needed_since = {key: since for key, since in self._needed_since.items() if key[0] in present}
+        for fingerprint in present:
             pool = [row for row in leaders if row.instance.fingerprint == fingerprint]
             change = self._look(fingerprint, pool, now)
             if change is not None:

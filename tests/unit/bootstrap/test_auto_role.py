@@ -60,6 +60,14 @@ def test_a_need_that_breaks_off_starts_over() -> None:
     assert policy.step(needy, 20.0) is not None
 
 
+def test_a_pool_that_was_gone_starts_over() -> None:
+    policy, needy, other = AutoRole(SETTINGS), pool(1, 3, prompts=8), pool(1, 3, fingerprint="other")
+    assert run(policy, [*needy, *other], 0, 9) == []
+    assert run(policy, other, 9, 50) == []
+    assert run(policy, [*needy, *other], 50, 60) == []
+    assert policy.step([*needy, *other], 60.0) is not None
+
+
 def test_the_next_change_waits_for_the_first_and_for_the_cooldown() -> None:
     policy, rows = AutoRole(SETTINGS), pool(1, 4, prompts=30)
     (change,) = run(policy, rows, 0, 11)

@@ -64,6 +64,10 @@ class PrefillLeg:
             exc.peer_incarnation = exc.peer_incarnation or self._target.incarnation
             self.failure = exc
             self._handle.send(frames.LegFailed(session=self._handle.session, error=to_error_info(exc)))
+        except Exception:  # a bug of ours: the session must not wait for a leg that is gone
+            self.failure = InternalError("the prefill leg broke", leg=Leg.PREFILL)
+            self._handle.send(frames.LegFailed(session=self._handle.session, error=to_error_info(self.failure)))
+            raise
         finally:
             self.cancel()
 

@@ -58,15 +58,12 @@ NO_LIMIT = Room()
 
 
 def room_of(rows: Sequence[RankRow], tokenizer_digest: str, headroom: float) -> Room:
-    """What the READY leaders of one tokenizer hold together, times `headroom`: somewhat more than fits, so that
-    their batches never wait for a router. No limit while there are none, since then requests wait for workers,
-    not for room; nor with a headroom of 0."""
-    ready = [
-        r
-        for r in rows
-        if r.is_leader and r.state is MembershipState.READY and r.instance.tokenizer_digest == tokenizer_digest
-    ]
-    specs = [r.instance for r in ready]
+    """What the READY leaders of one tokenizer hold together (LOST ones when there are no others, as in placement),
+    times `headroom`: somewhat more than fits, so that their batches never wait for a router. No limit while there
+    are none, since then requests wait for workers, not for room; nor with a headroom of 0."""
+    mine = [r for r in rows if r.is_leader and r.instance.tokenizer_digest == tokenizer_digest]
+    ready = [r for r in mine if r.state is MembershipState.READY]
+    specs = [r.instance for r in ready or mine if r.state in (MembershipState.READY, MembershipState.LOST)]
     generating = [s for s in specs if s.role is not Role.PREFILL]
     prefills = [s for s in specs if s.role is Role.PREFILL]
     if not generating or not headroom:

@@ -9,7 +9,7 @@ outside, a stop, a lost machine are none (ENGINE_DIED): whoever kills processes 
     suspect      a request with a strike. Until its attempt has brought two tokens it has a prefill worker (one
                  token) and a decode worker to itself, as far as suspects go: of those that were in one step with
                  a poison only it can earn a second strike. The others wait their turn; their deadline bounds it.
-    guilty       two strikes. The request is given up; it has cost two engines. Asked again (clients do), it is
+    guilty       two strikes, or four crashes in all. The request is given up; it has cost that many engines. Asked again (clients do), it is
                  refused for a while without touching a worker.
 
 The suspects of several routers don't know of each other: two of them may share a step.
@@ -26,6 +26,8 @@ from engine_core.types.errors import InternalError, Leg, PdmeshError
 
 CRASHED = "ENGINE_CRASHED"
 STRIKES = 2
+CRASHES = 4
+"""In all, whatever came in between: a request that brings tokens before each crash is no less to blame."""
 CLEARED_AFTER = 2
 """New tokens of one attempt that clear a suspect."""
 REMEMBERED_SECONDS = 600.0
@@ -44,16 +46,17 @@ class Evidence:
     """What speaks against one sample."""
 
     def __init__(self) -> None:
-        self.strikes = 0
+        self.strikes = self.crashes = 0
         self.crashed: list[str] = []
-        """Names of the workers that the present strikes are about."""
+        """Names of the workers whose engines crashed with it."""
 
     def failed(self, exc: PdmeshError, new_tokens: int, worker: str) -> None:
         """An attempt has ended in `exc` after so many new tokens; `worker` is whom it is blamed on."""
         if new_tokens >= CLEARED_AFTER:
-            self.strikes, self.crashed = 0, []
+            self.strikes = 0
         if exc.reason == CRASHED:
             self.strikes += 1
+            self.crashes += 1
             self.crashed.append(worker)
 
     @property
@@ -64,12 +67,12 @@ class Evidence:
     @property
     def guilty(self) -> bool:
         """True when there must be no further attempt."""
-        return self.strikes >= STRIKES
+        return self.strikes >= STRIKES or self.crashes >= CRASHES
 
     def verdict(self, leg: Leg) -> PoisonError:
         """What the client is told."""
         return PoisonError(
-            f"the request crashed {len(self.crashed)} engines in a row ({', '.join(self.crashed)}) and was given up",
+            f"the request crashed {self.crashes} engines ({', '.join(self.crashed)}) and was given up",
             leg=leg,
         )
 

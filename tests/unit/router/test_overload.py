@@ -50,6 +50,11 @@ class TestRoom:
         assert room_of([row("d0", Role.DECODE)], "other", 1.25) == NO_LIMIT
         assert room_of([row("d0", Role.DECODE)], "t", 0) == NO_LIMIT
 
+    def test_lost_rows_count_while_there_are_no_others(self) -> None:
+        lost = row("d0", Role.DECODE, state=MembershipState.LOST)
+        assert room_of([lost], "t", 1.0) == Room(8, 1000, None)
+        assert room_of([lost, row("d1", Role.DECODE, running=3)], "t", 1.0) == Room(3, 1000, None)
+
     def test_a_worker_that_does_not_say_lifts_the_limit(self) -> None:
         rows = [row("d0", Role.DECODE, running=0), row("p0", Role.PREFILL, kv=0)]
         assert room_of(rows, "t", 1.0) == Room(None, 1000, None)

@@ -39,11 +39,19 @@ def test_kills_from_outside_convict_nobody(reason: str) -> None:
 
 def test_tokens_clear_a_suspect() -> None:
     evidence = Evidence()
-    for worker in "abcdef":
+    for worker in "abc":
         evidence.failed(crash(), 2, worker)
         assert evidence.suspect and not evidence.guilty
     evidence.failed(crash("ENGINE_DIED"), 2, "g")
     assert not evidence.suspect
+
+
+def test_tokens_before_each_crash_save_nobody() -> None:
+    evidence = Evidence()
+    for worker in "abcd":
+        assert not evidence.guilty
+        evidence.failed(crash(), 10, worker)
+    assert evidence.guilty and "crashed 4 engines (a, b, c, d)" in evidence.verdict(Leg.DECODE).message
 
 
 def test_a_gate_counts() -> None:

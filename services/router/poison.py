@@ -9,8 +9,8 @@ outside, a stop, a lost machine are none (ENGINE_DIED): whoever kills processes 
     suspect      a request with a strike. Until its attempt has brought two tokens it has a prefill worker (one
                  token) and a decode worker to itself, as far as suspects go: of those that were in one step with
                  a poison only it can earn a second strike. The others wait their turn; their deadline bounds it.
-    guilty       two strikes, or four crashes in all. The request is given up; it has cost that many engines. Asked again (clients do), it is
-                 refused for a while without touching a worker.
+    guilty       two strikes, or four crashes in all. The request is given up; it has cost that many engines. Asked
+                 again (clients do), it is refused for a while without touching a worker.
 
 The suspects of several routers don't know of each other: two of them may share a step.
 """

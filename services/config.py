@@ -46,7 +46,7 @@ class BootstrapConfig(CommonConfig):
     host: str = Field("127.0.0.1", description="Address to listen on")
     port: int = Field(18800, ge=0, le=65535, description="gRPC port; 0 takes a free one")
     lease_ttl: float = Field(15.0, gt=0, description="Seconds after which a silent worker is LOST")
-    lease_renewal: float = Field(5.0, gt=0, description="How often workers renew")
+    lease_renewal: float = Field(5.0, gt=0, description="Seconds between renewals by a worker")
     rooms_kept: int = Field(100_000, ge=1, description="Routes of past requests that are kept")
     metrics_port: int = Field(0, ge=-1, le=65535, description="HTTP port of /metrics; 0 takes a free one, -1 none")
     auto_role: bool = Field(False, description="Change roles of workers by queue pressure; of several Bootstraps one")

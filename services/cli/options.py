@@ -65,7 +65,7 @@ def _annotation(name: str, field: FieldInfo) -> Any:
         text = f"{text} [default: {_shown(field.default)}]"
     if field.annotation in (bool, bool | None):
         return Annotated[bool | None, typer.Option(f"{flag}/--no-{flag[2:]}", help=text, show_default=False)]
-    option = typer.Option(flag, help=text, metavar=_metavar(field.annotation), show_default=False)
+    option = typer.Option(flag, help=text, metavar=_metavar(field), show_default=False)
     return (
         Annotated[list[str] | None, option] if get_origin(field.annotation) is tuple else Annotated[str | None, option]
     )
@@ -77,9 +77,12 @@ def _shown(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _metavar(annotation: Any) -> str:
+def _metavar(field: FieldInfo) -> str:
+    annotation = field.annotation
     if get_origin(annotation) is Literal:
         return "|".join(map(str, get_args(annotation)))
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return "|".join(str(member.value) for member in annotation)
-    return {int: "N", float: "SECONDS"}.get(annotation, "TEXT")
+    if annotation is float:
+        return "SECONDS" if (field.description or "").startswith("Seconds") else "X"
+    return "N" if annotation is int else "TEXT"

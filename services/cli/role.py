@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from engine_core.types.errors import InvalidRequestError, NotFoundError, UnavailableError
+from engine_core.types.errors import ConfigError, NotFoundError, UnavailableError
 from engine_core.types.request import Role
 from pdmesh.bootstrap.v1 import rank_table_pb2
 from pdmesh.common.v1 import worker_pb2
@@ -48,7 +48,7 @@ def _command(file: Path | None, flags: dict[str, Any], extra: dict[str, Any]) ->
     try:
         role = Role(extra.pop("role").upper())
     except ValueError:
-        raise InvalidRequestError(f"the role must be one of {', '.join(Role)}", field="role") from None
+        raise ConfigError(f"the role must be one of {', '.join(Role)}", field="role") from None
     return run(lambda _stop: change_role(config, role=role, **extra))
 
 

@@ -85,7 +85,9 @@ class GrpcServer:
         try:
             port = protection.add_port(server, address)
         except RuntimeError as exc:
-            raise ConfigError(f"cannot listen on {address}: {exc}", field="port") from exc
+            # For ports gRPC only says that binding failed.
+            why = str(exc) if unix else "the port is taken, or the address is none of this machine's"
+            raise ConfigError(f"cannot listen on {address}: {why}", field="port") from exc
         shown = f"{dialable(address.rpartition(':')[0], advertise_host)}:{advertise_port or port}"
         endpoint = address if unix else shown
         made = cls(server, checks, service_names, endpoint, 0 if unix else port)

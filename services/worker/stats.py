@@ -216,7 +216,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if not request.force and order is None and self._last_pair():
             raise FencedError(
                 f"{state.instance} is part of the last pair of its fingerprint: nobody could serve while it changes; "
-                "add a pair first, or use force",
+                "add a pair first, or force it (--force)",
                 reason="LAST_PAIR",
                 retryable=False,
                 peer_incarnation=state.incarnation,

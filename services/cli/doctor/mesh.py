@@ -275,8 +275,8 @@ def _routers(routers: dict[str, str]) -> Iterator[Finding]:
     if not routers:
         yield warning("router", "none watches the rank table", "start `pdmesh router`, with the same --bootstrap")
     for address, why in routers.items():
-        yield (
-            error("router", f"{address} {why}", "see its log, and the findings above")
-            if why
-            else ok("router", f"{address} is ready")
+        unknown = "CERTIFICATE_VERIFY_FAILED" in why
+        advice = (
+            "name the authority of its certificate with --http-ca" if unknown else "see its log, and the findings above"
         )
+        yield (error("router", f"{address} {why}", advice) if why else ok("router", f"{address} is ready"))

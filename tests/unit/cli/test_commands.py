@@ -30,6 +30,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
         (("model", "tiny", "x", "--arch", "llamma"), "unknown architecture 'llamma'; did you mean 'llama'?"),
         (("model", "fetch", "other"), "unknown model 'other': only demo can be fetched"),
         (("explain",), "Missing argument 'REQUEST_ID'."),
+        (("role", "decode-0", "BOTH"), "the role must be one of PREFILL, DECODE, MIXED"),
     ],
 )  # fmt: skip
 def test_errors_are_one_line_and_exit_code_2(
@@ -69,6 +70,14 @@ def test_every_flag_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert flag in out
     for internal in ("--ready-fd", "--socket-dir", "--instance"):
         assert internal not in out
+
+
+def test_the_help_gives_seconds_only_where_seconds_are_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "serve", "--help")
+    for flag in ("--drain-timeout SECONDS", "--lease-renewal SECONDS", "--auto-role-hold SECONDS"):
+        assert flag in out
+    for flag in ("--auto-role-high X", "--pool-headroom X", "--retry-share X", "--trace-sample-ratio X"):
+        assert flag in out
 
 
 def test_the_command_line_needs_no_torch() -> None:

@@ -236,6 +236,10 @@ class TestMesh:
     def test_routers(self) -> None:
         assert bad(judge(seen(*pair(), routers={}), "1")) == ["none watches the rank table"]
         assert bad(judge(seen(*pair(), routers={"r:1": "is not ready: no pair"}), "1")) == ["r:1 is not ready: no pair"]
+        stranger = seen(*pair(), routers={"https://r:1": "does not answer: ConnectError CERTIFICATE_VERIFY_FAILED"})
+        assert [f.advice for f in judge(stranger, "1") if f.level is Level.ERROR] == [
+            "name the authority of its certificate with --http-ca"
+        ]
 
 
 def test_the_report() -> None:

@@ -50,7 +50,7 @@ async def test_health_and_reflection_on_tcp() -> None:
 async def test_a_port_is_never_shared() -> None:
     server = await GrpcServer.start("127.0.0.1:0", add, [NAME])
     try:
-        with pytest.raises(ConfigError, match="cannot listen"):
+        with pytest.raises(ConfigError, match="cannot listen on .*: the port is taken"):
             await GrpcServer.start(server.endpoint, add, [NAME])
     finally:
         await server.stop(0)

@@ -213,6 +213,8 @@ class Client:
                 await _read(answer.content, reply, on_text)
         except _StreamFailed as exc:
             reply.failure, reply.detail = exc.failure, str(exc)
+        except aiohttp.ClientConnectorError as exc:  # first: that of a bad certificate is a ValueError too
+            reply.failure, reply.detail = Failure.CONNECTION, _described(exc)
         except (ValueError, TypeError, AttributeError) as exc:  # a line beyond all measure, or fields of other types
             reply.failure, reply.detail = Failure.MALFORMED, _described(exc)
         except TimeoutError:
@@ -320,6 +322,8 @@ def _http_error(status: int, text: bytes) -> str:
 
 
 def _described(exc: BaseException) -> str:
+    if isinstance(exc, aiohttp.ClientConnectorCertificateError):  # its errno would read as "Operation not permitted"
+        return f"can't connect: {exc.certificate_error}; name the authority of the server's certificate with --ca"
     if isinstance(exc, aiohttp.ClientConnectorError) and exc.os_error.errno:
         return f"can't connect: {os.strerror(exc.os_error.errno)}"
     return f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__

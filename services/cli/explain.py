@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,14 +73,14 @@ async def collect(
         ids = {request_id, request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")}
         lookup = bootstrap_service_pb2.LookupRoomsRequest(request_ids=sorted(ids))
         (found, _), from_routers = await asyncio.gather(
-            ask(stub.LookupRooms(lookup, timeout=timeout)), _ask_routers(table.services, request_id, timeout, http_ca)
+            ask(stub.LookupRooms(lookup, timeout=timeout)), ask_routers(table.services, request_id, timeout, http_ca)
         )
         routes = list(found.rooms) if found is not None else []
         rooms = {route.room for route in routes} | {int(room) for answer in from_routers for room in answer["rooms"]}
         if not rooms:
             raise NotFoundError(f"nobody knows a request {request_id}")
         moves = [move for answer in from_routers for move in answer["moves"]]
-        silent = []
+        silent = [answer["silent"] for answer in from_routers if answer["silent"]]
         endpoints = {row.endpoint: row.instance.name for row in table.rows}
         answers = await asyncio.gather(*(ask_moves(pool, e, rooms, timeout) for e in endpoints))
         for name, (found_moves, error) in zip(endpoints.values(), answers, strict=True):
@@ -98,8 +99,11 @@ async def collect(
     }
 
 
-async def _ask_routers(services: Any, request_id: str, timeout: float, http_ca: str) -> list[dict[str, Any]]:
-    answers = []
+async def ask_routers(
+    services: Iterable[rank_table_pb2.Service], request_id: str, timeout: float, http_ca: str
+) -> list[dict[str, Any]]:
+    """What each router knows: {rooms, moves, silent}, where `silent` says why it did not answer, or is None."""
+    answers: list[dict[str, Any]] = []
     async with http_client(timeout, http_ca) as client:
         for service in services:
             if not service.http_endpoint:
@@ -107,10 +111,15 @@ async def _ask_routers(services: Any, request_id: str, timeout: float, http_ca: 
             try:
                 answer = await client.get(f"{http_url(service.http_endpoint)}/explain/{request_id}")
                 data = answer.json() if answer.status_code == 200 else {}
-            except (httpx.HTTPError, ValueError):
+            except (httpx.HTTPError, ValueError) as exc:
+                error = f"{type(exc).__name__} {exc}"
+                if "CERTIFICATE_VERIFY_FAILED" in error:
+                    error += "; name the authority of its certificate with --http-ca"
+                gone = {"process": f"router {service.http_endpoint}", "error": error}
+                answers.append({"rooms": (), "moves": (), "silent": gone})
                 continue
             moves = [router_move(move) for move in data.get("moves", ())]
-            answers.append({"rooms": data.get("rooms", ()), "moves": moves})
+            answers.append({"rooms": data.get("rooms", ()), "moves": moves, "silent": None})
     return answers
 
 

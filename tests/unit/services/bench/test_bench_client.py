@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
 import pytest
+import trustme
 
 from benchmarks import bench_openai
 from engine_core.types.errors import ConfigError, UnavailableError
@@ -141,6 +143,18 @@ async def test_a_request_that_gets_no_answer_is_given_up() -> None:
 
     reply = await one_reply(silent, timeout=0.2)
     assert reply.failure is Failure.TIMEOUT and reply.detail == "not whole after 0.2 s"
+
+
+async def test_a_certificate_of_an_unknown_authority() -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
+    server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0, ssl=context)
+    url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, Client(Connection(url, "m", timeout=20.0)) as client:
+        reply = await client.stream(client.body("hello", 4), "")
+    assert reply.failure is Failure.CONNECTION
+    assert reply.detail.startswith("can't connect: [SSL: CERTIFICATE_VERIFY_FAILED]")
+    assert reply.detail.endswith("; name the authority of the server's certificate with --ca")
 
 
 async def test_a_port_where_nobody_listens() -> None:

@@ -1,10 +1,10 @@
 """A TCP proxy between two processes of a test mesh, which can be told to misbehave.
 
-    async with Proxy(target_port) as proxy:       # peers dial proxy.port
-        proxy.delay(0.2)                          # what passes is held for so long, in order
-        proxy.stall()                             # nothing passes, nothing closes: a network that drops everything
-        proxy.reset()                             # every connection ends with a RST; new ones are taken
-        proxy.heal()
+async with Proxy(target_port) as proxy:       # peers dial proxy.port
+    proxy.delay(0.2)                          # what passes is held for so long, in order
+    proxy.stall()                             # nothing passes, nothing closes: a network that drops everything
+    proxy.reset()                             # every connection ends with a RST; new ones are taken
+    proxy.heal()
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ async def test_a_stop_string_counts_in_tokens_that_come_with_a_hand_back() -> No
 
 async def test_an_open_stream_waits_for_a_worker_that_can_hold_it() -> None:
     """Its own came back with less room: that is no error of the prompt's, since the client has begun to read."""
-    large, small = FakeDecode(lambda request: []), FakeDecode(says([5]), max_model_len=8)
+    large = FakeDecode(lambda request: [])
     async with running_router(tiny_model(), large, sse_comment_after=0.05) as router:
         ids = router.ids(TEXT)
         cut = asyncio.Event()
@@ -79,6 +79,7 @@ async def test_an_open_stream_waits_for_a_worker_that_can_hold_it() -> None:
             async for line in lines:
                 if line.startswith("data: ") and json.loads(line[6:])["choices"][0]["token_ids"]:
                     break
+            small = FakeDecode(says([5]), max_model_len=8)  # later: incarnations of one millisecond have no order
             await small.start()
             await register(router.bootstrap, small, router.digest)
             await until_row(router, small.endpoint)

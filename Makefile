@@ -19,7 +19,7 @@ BUF := node_modules/.package-lock.json
 NOT_HERE := not cuda and not npu
 # Two files at a time: most tests wait for processes that they started. JOBS=0 runs one after another.
 JOBS ?= 2
-PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-slow check check-deploy bench protos format clean

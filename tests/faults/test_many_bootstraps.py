@@ -15,7 +15,7 @@ from tests.support.load import Load, check_ends, run_all
 from tests.support.mesh import Mesh
 from tests.support.models import tiny_model
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
 ASKS = some_asks(8, 200)
 

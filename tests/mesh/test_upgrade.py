@@ -20,6 +20,7 @@ LONG = Ask(tuple(range(3, 60)), 1500)
 ASKS = [*some_asks(6, 200), LONG]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("new", "limit"),
     [

@@ -139,6 +139,9 @@ class RouterConfig(CommonConfig):
     pool_headroom: float = Field(
         1.25, ge=0, description="How many times what the workers' batches and pools hold is sent to them; 0: no limit"
     )
+    prompts_ahead: float = Field(
+        1.0, ge=0, description="Seconds of prompts that are sent to the workers before their turn; 0: no limit"
+    )
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="Largest request body")
     max_prompts: int = Field(256, ge=1, description="Prompts in one request")
     max_attempts: int = Field(5, ge=1, description="Attempts in a row that may end without a new token")

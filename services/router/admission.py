@@ -4,7 +4,8 @@ A request is admitted with all its samples or refused at once (429); each admitt
 and holds a slot while it runs. A slot is given when
     - fewer than `max_in_flight` samples run, and
     - the workers that are known have room: places in decode's batches, tokens in decode's pools, tokens of
-      prompts in prefill's pools (a prompt counts there until its token 1); one sample always may run.
+      prompts in prefill's pools (a prompt counts there until its token 1), and
+    - about a second of prompts at most waits with the workers for token 1; one sample always may run.
 Those that wait stand in a fair queue between clients (fair_queue.py), so the queue is here, where it is fair,
 and not in the workers. When the queue is full, a client with less in it takes the place of the newest request
 of the one with the most.
@@ -33,7 +34,7 @@ from services.wire.bootstrap import RankRow
 _RETRY_AFTER = 1.0
 _RETRY_MOST = 120.0
 _PACE_KEPT = 32
-"""Departures that the pace is taken from."""
+"""Turns that the pace is taken from."""
 _PACE_LEAST = 8
 _SURE = 0.8
 """Part of the wait allowed that an expected wait may take: a pace is no promise."""
@@ -52,6 +53,8 @@ class Room(msgspec.Struct, frozen=True):
     requests: int | None = None
     decode_tokens: int | None = None
     prefill_tokens: int | None = None
+    prompt_workers: int | None = None
+    """Workers that compute prompts."""
 
 
 NO_LIMIT = Room()
@@ -72,7 +75,7 @@ def room_of(rows: Sequence[RankRow], tokenizer_digest: str, headroom: float) -> 
     decode = _tokens(generating)
     prefill = _tokens(prefills) if prefills and all(s.role is Role.DECODE for s in generating) else None
     ahead = [None if held is None else math.ceil(held * headroom) for held in (places, decode, prefill)]
-    return Room(*ahead)
+    return Room(ahead[0], ahead[1], ahead[2], len(prefills) or len(generating))
 
 
 def _tokens(specs: Sequence[object]) -> int | None:
@@ -81,13 +84,13 @@ def _tokens(specs: Sequence[object]) -> int | None:
 
 
 class Pace:
-    """How fast slots become free while others wait for them: the last departures of one busy time. Pure."""
+    """How fast turns come while others wait for theirs: the last ones of one busy time. Pure."""
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=_PACE_KEPT)
 
-    def left(self, now: float) -> None:
-        """A slot became free and somebody waited for it."""
+    def turn(self, now: float) -> None:
+        """One of those that waited has a slot."""
         self._times.append(now)
 
     def idle(self) -> None:
@@ -95,12 +98,56 @@ class Pace:
         self._times.clear()
 
     def seconds_for(self, turns: int, now: float) -> float | None:
-        """Seconds until that many slots have become free; None while too little is known. A pace that has
+        """Seconds until that many turns have come; None while too little is known. A pace that has
         stopped counts as slower the longer it stands."""
         if len(self._times) < _PACE_LEAST:
             return None
         count, first, last = len(self._times), self._times[0], self._times[-1]
         return turns * max((last - first) / (count - 1), (now - first) / count)
+
+
+class Prompts:
+    """Prompts that are with the workers, and how fast these bring first tokens while they have any. Pure.
+
+    What a worker has beyond its next second of work waits there as it would here, but in no fair queue, and its
+    wait is nobody's to refuse. So prompts go out for about `seconds` of work at the pace that is seen, and for a
+    few of each worker until one is.
+    """
+
+    _FEW, _AT_FIRST, _LEAST = 2, 4, 4
+
+    def __init__(self) -> None:
+        self.waiting = self.tokens = 0
+        self._done: deque[tuple[float, int]] = deque(maxlen=_PACE_KEPT)
+
+    def begin(self, tokens: int) -> None:
+        """One goes out."""
+        if not self.waiting:
+            self._done.clear()  # a pace with pauses in it is none
+        self.waiting += 1
+        self.tokens += tokens
+
+    def end(self, tokens: int, now: float, *, first_token: bool) -> None:
+        """It has its first token, or was given up."""
+        self.waiting -= 1
+        self.tokens -= tokens
+        if first_token:
+            self._done.append((now, tokens))
+
+    def fits(self, tokens: int, workers: int, seconds: float, now: float) -> bool:
+        """True when one more prompt may go out."""
+        if self.waiting < self._FEW * workers:
+            return True
+        pace = self.pace(now)
+        if pace is None:
+            return self.waiting < self._AT_FIRST * workers
+        return self.tokens + tokens <= pace * seconds
+
+    def pace(self, now: float) -> float | None:
+        """Prompt tokens a second; None while too little is known. It sinks while nothing comes."""
+        if len(self._done) < self._LEAST:
+            return None
+        return sum(tokens for _, tokens in list(self._done)[1:]) / max(now - self._done[0][0], 1e-6)
 
 
 class Admission:
@@ -113,15 +160,17 @@ class Admission:
         *,
         room: Callable[[], Room] = lambda: NO_LIMIT,
         max_wait: float = math.inf,
+        prompts_ahead: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_in_flight, self._max_queued, self._max_wait = max_in_flight, max_queued, max_wait
-        self._room, self._clock = room, clock
+        self._room, self._prompts_ahead, self._clock = room, prompts_ahead, clock
         self._queue: FairQueue[Slot] = FairQueue()
         self._tickets: dict[int, Ticket] = {}
         self._pace = Pace()
         self._in_flight = self._pending = 0
-        self._decode_tokens = self._prefill_tokens = 0
+        self._decode_tokens = 0
+        self._prompts = Prompts()
 
     @property
     def in_flight(self) -> int:
@@ -205,28 +254,30 @@ class Admission:
             )
             and (
                 room.prefill_tokens is None
-                or not self._prefill_tokens
-                or self._prefill_tokens + demand.prompt <= room.prefill_tokens
+                or not self._prompts.tokens
+                or self._prompts.tokens + demand.prompt <= room.prefill_tokens
+            )
+            and (
+                room.prompt_workers is None
+                or self._prompts.fits(demand.prompt, room.prompt_workers, self._prompts_ahead, self._clock())
             )
         )
 
     def _start(self, slot: Slot) -> None:
         self._in_flight += 1
         self._decode_tokens += slot.demand.prompt + slot.demand.output
-        self._prefill_tokens += slot.demand.prompt
+        self._prompts.begin(slot.demand.prompt)
         slot.ticket.begin()
 
     def _leave(self, slot: Slot) -> None:
         self._in_flight -= 1
         self._decode_tokens -= slot.demand.prompt + slot.demand.output
-        if len(self._queue):
-            self._pace.left(self._clock())
-        self._prefill_done(slot)
+        self._prompt_done(slot, first_token=False)
 
-    def _prefill_done(self, slot: Slot) -> None:
+    def _prompt_done(self, slot: Slot, *, first_token: bool) -> None:
         if slot.in_prefill:
             slot.in_prefill = False
-            self._prefill_tokens -= slot.demand.prompt
+            self._prompts.end(slot.demand.prompt, self._clock(), first_token=first_token)
         self.pump()
 
     def pump(self) -> None:
@@ -235,6 +286,7 @@ class Admission:
             self._queue.pop()
             assert slot.waiter is not None
             if not slot.waiter.done():
+                self._pace.turn(self._clock())
                 self._start(slot)
                 slot.waiter.set_result(None)
         if not len(self._queue):
@@ -308,7 +360,7 @@ class Slot:
     def first_token(self) -> None:
         """Its prompt has left prefill's pool."""
         if self.in_prefill:
-            self._admission._prefill_done(self)
+            self._admission._prompt_done(self, first_token=True)
 
     def wait_longer(self) -> None:
         """A sibling has run."""

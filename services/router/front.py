@@ -105,7 +105,11 @@ class Front:
         self.metrics: RouterMetrics = mesh.metrics
         self._room: Room = NO_LIMIT
         self.admission = Admission(
-            config.max_in_flight, config.max_queued, room=lambda: self._room, max_wait=config.queue_timeout
+            config.max_in_flight,
+            config.max_queued,
+            room=lambda: self._room,
+            max_wait=config.queue_timeout,
+            prompts_ahead=config.prompts_ahead or math.inf,
         )
         self._typical_output = _FIRST_GUESS
         mesh.table.on_change(self._on_table)

@@ -17,7 +17,7 @@ from engine_core.lifecycle.membership import MembershipState
 from engine_core.types.errors import QueueFullError
 from engine_core.types.ids import RankCoord
 from engine_core.types.request import Role
-from services.router.admission import NO_LIMIT, Admission, Demand, Pace, Room, Slot, Ticket, room_of
+from services.router.admission import NO_LIMIT, Admission, Demand, Pace, Prompts, Room, Slot, Ticket, room_of
 from services.wire.bootstrap import InstanceSpec, RankRow
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class TestRoom:
             row("d0", Role.DECODE),
             row("d1", Role.DECODE, state=MembershipState.DRAINING),
         ]
-        assert room_of(rows, "t", 1.25) == Room(10, 1250, 1250)
+        assert room_of(rows, "t", 1.25) == Room(10, 1250, 1250, 2)
 
     def test_none_is_no_limit(self) -> None:
         assert room_of([], "t", 1.25) == NO_LIMIT
@@ -52,16 +52,16 @@ class TestRoom:
 
     def test_lost_rows_count_while_there_are_no_others(self) -> None:
         lost = row("d0", Role.DECODE, state=MembershipState.LOST)
-        assert room_of([lost], "t", 1.0) == Room(8, 1000, None)
-        assert room_of([lost, row("d1", Role.DECODE, running=3)], "t", 1.0) == Room(3, 1000, None)
+        assert room_of([lost], "t", 1.0) == Room(8, 1000, None, 1)
+        assert room_of([lost, row("d1", Role.DECODE, running=3)], "t", 1.0) == Room(3, 1000, None, 1)
 
     def test_a_worker_that_does_not_say_lifts_the_limit(self) -> None:
         rows = [row("d0", Role.DECODE, running=0), row("p0", Role.PREFILL, kv=0)]
-        assert room_of(rows, "t", 1.0) == Room(None, 1000, None)
+        assert room_of(rows, "t", 1.0) == Room(None, 1000, None, 1)
 
     def test_mixed_rows_compute_prompts_beside_prefill(self) -> None:
         rows = [row("m0", Role.MIXED), row("d0", Role.DECODE), row("p0", Role.PREFILL, kv=10)]
-        assert room_of(rows, "t", 1.0) == Room(16, 2000, None)
+        assert room_of(rows, "t", 1.0) == Room(16, 2000, None, 1)
 
 
 @dataclass
@@ -123,7 +123,7 @@ class TestPools:
         assert a.runs and b.runs
         await a.end()
         await b.end()
-        assert admission._prefill_tokens == admission._decode_tokens == 0
+        assert admission._prompts.tokens == admission._prompts.waiting == admission._decode_tokens == 0
 
     async def test_one_larger_than_all_runs_alone(self) -> None:
         admission = Admission(100, 100, room=lambda: Room(1, 100, 100))
@@ -146,6 +146,48 @@ class TestPools:
         await settle()
         assert all(h.runs for h in held)
         await end(*held)
+
+
+class TestPrompts:
+    def test_a_few_for_each_worker_until_the_pace_is_known(self) -> None:
+        prompts = Prompts()
+        for count in range(8):
+            assert prompts.fits(100, 2, 1.0, 0.0) == (count < 8)
+            prompts.begin(100)
+        assert not prompts.fits(100, 2, 1.0, 0.0)
+        for i in range(4):
+            assert prompts.pace(0.0) is None
+            prompts.end(100, 1.0 + i, first_token=True)
+        assert (prompts.waiting, prompts.tokens, prompts.pace(4.0)) == (4, 400, 100.0)
+        assert not prompts.fits(1, 2, 4.0, 4.0) and prompts.fits(1, 2, 4.01, 4.0)  # four seconds of work are out
+        assert prompts.fits(1, 3, 0.0, 4.0)  # two of each worker may always
+
+    def test_a_pace_sinks_while_nothing_comes_and_is_forgotten_after_a_pause(self) -> None:
+        prompts = Prompts()
+        for _ in range(6):
+            prompts.begin(10)
+        for i in range(5):
+            prompts.end(10, float(i), first_token=True)
+        assert (prompts.pace(4.0), prompts.pace(40.0)) == (10.0, 1.0)
+        prompts.end(10, 50.0, first_token=False)
+        prompts.begin(10)
+        assert prompts.pace(60.0) is None
+
+    async def test_what_waits_for_token_1_waits_here(self) -> None:
+        now = 0.0
+        room = Room(prompt_workers=1)
+        admission = Admission(100, 100, room=lambda: room, prompts_ahead=1.0, clock=lambda: now)
+        held = [start(admission, demand=Demand(100, 1)) for _ in range(12)]
+        await settle()
+        assert [h.runs for h in held] == [True] * 4 + [False] * 8
+        for i in range(6):
+            now += 1.0
+            held[i].slot.first_token()
+            await settle()
+        # 100 tokens a second: one second of them, and never less than two prompts.
+        assert [h.runs for h in held] == [True] * 8 + [False] * 4
+        await end(*held)
+        assert (admission.in_flight, admission.queued, admission._prompts.waiting) == (0, 0, 0)
 
 
 class TestFairness:
@@ -268,9 +310,9 @@ class TestRetryAfter:
     def test_pace(self) -> None:
         pace = Pace()
         for i in range(7):
-            pace.left(float(i))
+            pace.turn(float(i))
         assert pace.seconds_for(10, 7.0) is None
-        pace.left(7.0)
+        pace.turn(7.0)
         assert pace.seconds_for(10, 8.0) == 10.0
         assert pace.seconds_for(10, 80.0) == 100.0  # nothing has left for long
         pace.idle()

@@ -55,6 +55,8 @@ def ask_health(context: typer.Context) -> int:
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one command line; returns its exit code. Errors that the user can mend are one line on stderr."""
+    if list(arguments) == ["--version"]:
+        arguments = ["version"]
     try:
         return int(app(args=list(arguments), prog_name="pdmesh", standalone_mode=False) or 0)
     except TyperException as exc:

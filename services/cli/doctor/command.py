@@ -57,10 +57,11 @@ def show(findings: Sequence[Finding], console: Console) -> None:
         if finding.advice:
             grid.add_row("", "", Text(f"→ {finding.advice}", "dim", overflow="fold"))
     console.print(grid)
-    counts = {level: sum(f.level is level for f in findings) for level in Level}
-    said = {
-        Level.OK: "all is well",
-        Level.WARNING: f"{counts[Level.WARNING]} warnings: it works",
-        Level.ERROR: f"{counts[Level.ERROR]} errors, {counts[Level.WARNING]} warnings",
-    }
+    warnings, errors = (_count(findings, level) for level in (Level.WARNING, Level.ERROR))
+    said = {Level.OK: "all is well", Level.WARNING: f"{warnings}: it works", Level.ERROR: f"{errors}, {warnings}"}
     console.print(Text(said[worst(findings)], _MARKS[worst(findings)][1]))
+
+
+def _count(findings: Sequence[Finding], level: Level) -> str:
+    number = sum(finding.level is level for finding in findings)
+    return f"{number} {level.value}{'' if number == 1 else 's'}"

@@ -268,7 +268,7 @@ def _transfers(workers: Sequence[Worker]) -> Iterator[Finding]:
                     "share --socket-dir between their containers for shm",
                 )
     if up:
-        yield ok("transfer", f"{len(up)} pairs are linked")
+        yield ok("transfer", f"{len(up)} {'pair is' if len(up) == 1 else 'pairs are'} linked")
 
 
 def _routers(routers: dict[str, str]) -> Iterator[Finding]:

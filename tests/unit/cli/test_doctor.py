@@ -231,7 +231,7 @@ class TestMesh:
         assert bad(judge(seen(p1, pair()[1]), "1")) == ["p1 → d0 goes by tcp on one machine: no socket"]
         apart = worker("d0", Role.DECODE, incarnation=2, host="other")
         found = list(judge(seen(p1, apart), "1"))
-        assert bad(found) == [] and ("ok", "1 pairs are linked") in levels(found)
+        assert bad(found) == [] and ("ok", "1 pair is linked") in levels(found)
 
     def test_routers(self) -> None:
         assert bad(judge(seen(*pair(), routers={}), "1")) == ["none watches the rank table"]
@@ -252,7 +252,7 @@ def test_the_report() -> None:
         "ok     a     is well",
         "ERROR  area  is broken",
         "             → mend it",
-        "1 errors, 0 warnings",
+        "1 error, 0 warnings",
     ]
 
 

@@ -83,3 +83,10 @@ def test_the_help_gives_seconds_only_where_seconds_are_meant(capsys: pytest.Capt
 def test_the_command_line_needs_no_torch() -> None:
     code = "import sys, services.cli.main; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_version_by_either_name(capsys: pytest.CaptureFixture[str]) -> None:
+    told = {run(capsys, name)[:2] for name in ("version", "--version")}
+    assert len(told) == 1
+    code, line = told.pop()
+    assert code == 0 and line.startswith("pdmesh ")

@@ -143,6 +143,7 @@ async def test_decode_dies_with_one_that_decodes_and_one_that_is_ready(mortal: M
     mortal.check(*asked)
 
 
+@pytest.mark.slow
 async def test_decode_dies_with_a_preempted_one(mortal: Mortal) -> None:
     """Whoever is younger gives its blocks to the older one, and dies waiting."""
     mortal.release()

@@ -49,7 +49,7 @@ async def test_a_whole_reply(http: httpx.AsyncClient) -> None:
     (timings,) = answer["pdmesh_timings"]
     stages = check(timings)
     assert (timings["index"], timings["attempts"]) == (0, 1)
-    for name in ("tokenize", "decode_queue", "prefill_queue", "prefill_compute", "first_token", "decode"):
+    for name in ("tokenize", "prefill_compute", "decode"):  # the others may take less than a microsecond
         assert stages[name] > 0, stages
     assert stages["earlier_attempts"] == 0 < timings["transfer_total_ms"]
     assert "pdmesh_timings" not in (await http.post("/v1/completions", json=body(62))).json(), "only when asked for"

@@ -29,7 +29,7 @@ from engine_core.lifecycle.membership import MembershipState
 from engine_core.types.errors import Leg, QueueFullError
 from engine_core.types.request import Role
 from services.router.fair_queue import FairQueue
-from services.wire.bootstrap import RankRow
+from services.wire.bootstrap import InstanceSpec, RankRow
 
 _RETRY_AFTER = 1.0
 _RETRY_MOST = 120.0
@@ -78,8 +78,8 @@ def room_of(rows: Sequence[RankRow], tokenizer_digest: str, headroom: float) -> 
     return Room(ahead[0], ahead[1], ahead[2], len(prefills) or len(generating))
 
 
-def _tokens(specs: Sequence[object]) -> int | None:
-    sizes: list[int] = [s.kv_capacity_tokens for s in specs]  # type: ignore[attr-defined]
+def _tokens(specs: Sequence[InstanceSpec]) -> int | None:
+    sizes = [s.kv_capacity_tokens for s in specs]
     return sum(sizes) if all(sizes) else None
 
 

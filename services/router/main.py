@@ -9,8 +9,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -31,6 +30,7 @@ from services.router.table import WatchedTable
 from services.router.tokenizer import RouterTokenizer
 from services.runtime.addresses import dialable
 from services.runtime.channels import ChannelPool
+from services.runtime.http_server import HttpServer
 from services.runtime.security import Security
 from services.runtime.tasks import Stop, TaskOwner
 from services.runtime.telemetry import LoopLagMonitor
@@ -45,24 +45,6 @@ _SYNC_TIMEOUT = 5.0
 _FLUSH_TIMEOUT = 2.0
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}
 """Hosts that mean every address, with what to dial on this machine."""
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without signal handlers of its own; says when it listens."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Signals belong to the process's Stop."""
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts to listen."""
-        await super().startup(sockets)
-        self.listening.set()
 
 
 async def run(config: RouterConfig, stop: Stop, on_ready: Callable[[dict[str, Any]], None]) -> None:
@@ -108,7 +90,7 @@ async def run(config: RouterConfig, stop: Stop, on_ready: Callable[[dict[str, An
     metrics.registry.register(TableFigures(watcher.roster, partial(_ready, mesh), mesh.live.states))
     tracing = start_tracing(config.otlp_endpoint, config.trace_sample_ratio, "router", reachable)
     front.traces.tracer = tracing
-    server = _Server(_uvicorn_config(config, front, tls))
+    server = HttpServer(_uvicorn_config(config, front, tls))
     tasks = TaskOwner("router", on_error=lambda name, exc: stop.request_now())
     try:
         watcher.start()
@@ -148,7 +130,7 @@ def _ready(mesh: Mesh) -> bool:
     return bool(placeable(mesh.table.rows(), mesh.digest))
 
 
-async def _stop_in_stages(server: _Server, front: Front, stop: Stop) -> None:
+async def _stop_in_stages(server: HttpServer, front: Front, stop: Stop) -> None:
     await stop.draining.wait()
     front.draining = True
     server.should_exit = True

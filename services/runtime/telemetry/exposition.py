@@ -10,8 +10,7 @@ import asyncio
 import importlib.metadata
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable
 
 import uvicorn
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, generate_latest
@@ -21,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine_core.types.errors import ConfigError
 from services.runtime.addresses import dialable
+from services.runtime.http_server import HttpServer
 from services.runtime.tasks import TaskOwner
 from services.runtime.telemetry.lag import LoopLagMonitor
 
@@ -68,24 +68,6 @@ def version() -> str:
         return ""
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without signal handlers of its own; says when it listens."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Signals belong to the process's Stop."""
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts to listen."""
-        await super().startup(sockets)
-        self.listening.set()
-
-
 class MetricsServer:
     """A started server. Make one with start(); stop() it."""
 
@@ -94,7 +76,7 @@ class MetricsServer:
         self.endpoint = endpoint
         """Where others reach it, as host:port."""
         self.port: int = listener.getsockname()[1]
-        self._server = _Server(
+        self._server = HttpServer(
             uvicorn.Config(
                 app,
                 http="h11",

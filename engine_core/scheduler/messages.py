@@ -29,6 +29,7 @@ from engine_core.types.kv import (
     TransferDescriptor,
 )
 from engine_core.types.request import Finish, GenerateSpec, StageTimings
+from engine_core.types.sampling import TokenLogprobs
 
 
 class Frame(msgspec.Struct, frozen=True, tag=True):
@@ -77,6 +78,7 @@ class LegToken(Frame, frozen=True):
     token_id: int
     cached_tokens: int = 0
     timings: StageTimings = StageTimings()
+    logprobs: TokenLogprobs | None = None
 
 
 class LegDelivered(Frame, frozen=True):
@@ -197,12 +199,23 @@ class SessionOutput(msgspec.Struct, frozen=True, array_like=True):
     error: ErrorInfo | None = None
     cached_tokens: int | None = None
     """With the first tokens: those of the prompt that were not computed anew."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token id, when asked for."""
 
 
 class Outputs(Frame, frozen=True):
     """All new tokens and ends of one step."""
 
     outputs: tuple[SessionOutput, ...]
+
+
+class PromptLogprobs(Frame, frozen=True):
+    """Log probabilities of prompt positions from `first_position` on: in order, without a gap, all of them before
+    the first token."""
+
+    session: SessionId
+    first_position: int
+    positions: tuple[TokenLogprobs, ...]
 
 
 class OpenLeg(Frame, frozen=True):
@@ -232,6 +245,7 @@ class FirstToken(Frame, frozen=True):
     token_id: int
     cached_tokens: int
     timings: StageTimings
+    logprobs: TokenLogprobs | None = None
 
 
 class Delivered(Frame, frozen=True):
@@ -313,8 +327,8 @@ ToEngine = (
     | EndSession | ConnectLink | ExpectPeer | Tokens | ReportStats | StartProfile | StopProfile | Shutdown
 )  # fmt: skip
 FromEngine = (
-    Ready | StartupFailed | Outputs | OpenLeg | SendTicket | Started | FirstToken | Delivered | SessionFailed
-    | LinkUp | LinkDown | Stats | Moves
+    Ready | StartupFailed | Outputs | PromptLogprobs | OpenLeg | SendTicket | Started | FirstToken | Delivered
+    | SessionFailed | LinkUp | LinkDown | Stats | Moves
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from engine_core.types.ids import SessionId
-from engine_core.types.sampling import SamplingParams
+from engine_core.types.sampling import SamplingParams, TokenLogprobs
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True):
@@ -25,6 +25,14 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     banned_token_ids: tuple[int, ...] = ()
     """Tokens that must not be drawn now (stop tokens below min_tokens)."""
+    known: tuple[int, ...] | list[int] = ()
+    """All known tokens of the session, those behind the chunk included; the scheduler's own list, to be read
+    during the step alone. Penalties and grammars follow it."""
+    prompt_len: int = 0
+    """How many of `known` are the prompt's."""
+    scored: tuple[int, int] = (0, 0)
+    """Prompt positions [from, to) whose log probabilities this step reports; position p's logits come out of row
+    p - 1, which is one of the chunk's."""
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -57,3 +65,7 @@ class StepResult(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     forward_seconds: float = 0.0
     failures: tuple[SequenceFailure, ...] = ()
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    """Of each sampled token, in the plan's order, where asked for; empty when nobody asked."""
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    """Of each sequence's `scored` positions, in the plan's order; empty when nobody asked."""

@@ -46,7 +46,7 @@ from engine_core.types.errors import (
 )
 from engine_core.types.ids import SessionId, mint_room
 from engine_core.types.request import Finish, FinishReason, GenerateSpec
-from engine_core.types.sampling import SamplingParams
+from engine_core.types.sampling import SamplingParams, TokenLogprobs
 from pdmesh.decode.v1 import decode_service_pb2, decode_service_pb2_grpc
 from services.router.breaker import faults_of
 from services.router.live import Outcome, Progress
@@ -91,6 +91,10 @@ class SampleResult(msgspec.Struct, frozen=True):
     transport: str = ""
     prefill_instance: str = ""
     decode_instance: str = ""
+    logprobs: list[TokenLogprobs] = []
+    """One per token id, when asked for."""
+    prompt_logprobs: list[TokenLogprobs] = []
+    """One per token of the prompt but the first, when asked for."""
 
 
 class Delta(msgspec.Struct):
@@ -100,6 +104,10 @@ class Delta(msgspec.Struct):
     text: str
     token_ids: list[int]
     result: SampleResult | None = None
+    logprobs: list[TokenLogprobs] = []
+    """One per token id, when asked for."""
+    prompt_logprobs: list[TokenLogprobs] = []
+    """Of the next prompt positions, when asked for: all come before the first token."""
 
 
 _RETRY_AFTER = 1.0

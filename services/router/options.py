@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from engine_core.types.errors import InvalidRequestError
+from engine_core.types.sampling import Grammar
 from services.router.openai_schema import SamplingRequest, is_id, is_number
 
 
@@ -50,6 +51,18 @@ class GenerationOptions(msgspec.Struct, frozen=True):
     continuous_usage: bool
     return_token_ids: bool
     cache_salt: str
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    """Best tokens to report per output position; None reports nothing."""
+    prompt_logprobs: int | None = None
+    """The same per prompt position but the first."""
+    grammar: Grammar | None = None
+    include_stop: bool = False
+    """Leave the stop string, or the stop token's text, in the output."""
+    skip_special_tokens: bool = True
 
 
 def options_of(

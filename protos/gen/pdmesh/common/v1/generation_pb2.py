@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdmesh.common.v1 import identity_pb2 as pdmesh_dot_common_dot_v1_dot_identity__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!pdmesh/common/v1/generation.proto\x12\x10pdmesh.common.v1\x1a\x1fpdmesh/common/v1/identity.proto\"\xcb\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x12\n\nmax_tokens\x18\x06 \x01(\x05\x12\x12\n\nmin_tokens\x18\x07 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x05\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x02\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x02H\x01\x88\x01\x01\x12\x43\n\nlogit_bias\x18\r \x03(\x0b\x32/.pdmesh.common.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0e \x01(\x05H\x02\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobs\"?\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\x05\"o\n\x10PositionLogprobs\x12.\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x1e.pdmesh.common.v1.TokenLogprob\x12+\n\x03top\x18\x02 \x03(\x0b\x32\x1e.pdmesh.common.v1.TokenLogprob\"\x80\x02\n\x11GenerationRequest\x12,\n\x07session\x18\x01 \x01(\x0b\x32\x1b.pdmesh.common.v1.SessionId\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\x05\x12\x19\n\x11\x65mitted_token_ids\x18\x04 \x03(\x05\x12\x32\n\x08sampling\x18\x05 \x01(\x0b\x32 .pdmesh.common.v1.SamplingParams\x12\x17\n\x0f\x61rrival_unix_ms\x18\x06 \x01(\x03\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x12\n\ncache_salt\x18\x08 \x01(\t\"\x80\x01\n\x0cStageTimings\x12\x0e\n\x06queued\x18\x01 \x01(\x01\x12\x11\n\tcomputing\x18\x02 \x01(\x01\x12\x14\n\x0ctransferring\x18\x03 \x01(\x01\x12\x10\n\x08\x64\x65\x63oding\x18\x04 \x01(\x01\x12\x10\n\x08starting\x18\x05 \x01(\x01\x12\x13\n\x0b\x66irst_token\x18\x06 \x01(\x01*\x99\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x1b\n\x17\x46INISH_REASON_PREEMPTED\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!pdmesh/common/v1/generation.proto\x12\x10pdmesh.common.v1\x1a\x1fpdmesh/common/v1/identity.proto\"\xba\x04\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x12\n\nmax_tokens\x18\x06 \x01(\x05\x12\x12\n\nmin_tokens\x18\x07 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x05\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x02\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x02H\x01\x88\x01\x01\x12\x43\n\nlogit_bias\x18\r \x03(\x0b\x32/.pdmesh.common.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0e \x01(\x05H\x02\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0f \x01(\x05H\x03\x88\x01\x01\x12/\n\x07grammar\x18\x10 \x01(\x0b\x32\x19.pdmesh.common.v1.GrammarH\x04\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\n\n\x08_grammar\"D\n\x07Grammar\x12+\n\x04kind\x18\x01 \x01(\x0e\x32\x1d.pdmesh.common.v1.GrammarKind\x12\x0c\n\x04text\x18\x02 \x01(\t\"?\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\x05\"o\n\x10PositionLogprobs\x12.\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x1e.pdmesh.common.v1.TokenLogprob\x12+\n\x03top\x18\x02 \x03(\x0b\x32\x1e.pdmesh.common.v1.TokenLogprob\"\x80\x02\n\x11GenerationRequest\x12,\n\x07session\x18\x01 \x01(\x0b\x32\x1b.pdmesh.common.v1.SessionId\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\x05\x12\x19\n\x11\x65mitted_token_ids\x18\x04 \x03(\x05\x12\x32\n\x08sampling\x18\x05 \x01(\x0b\x32 .pdmesh.common.v1.SamplingParams\x12\x17\n\x0f\x61rrival_unix_ms\x18\x06 \x01(\x03\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x12\n\ncache_salt\x18\x08 \x01(\t\"\x80\x01\n\x0cStageTimings\x12\x0e\n\x06queued\x18\x01 \x01(\x01\x12\x11\n\tcomputing\x18\x02 \x01(\x01\x12\x14\n\x0ctransferring\x18\x03 \x01(\x01\x12\x10\n\x08\x64\x65\x63oding\x18\x04 \x01(\x01\x12\x10\n\x08starting\x18\x05 \x01(\x01\x12\x13\n\x0b\x66irst_token\x18\x06 \x01(\x01*x\n\x0bGrammarKind\x12\x1c\n\x18GRAMMAR_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18GRAMMAR_KIND_JSON_SCHEMA\x10\x01\x12\x16\n\x12GRAMMAR_KIND_REGEX\x10\x02\x12\x15\n\x11GRAMMAR_KIND_LARK\x10\x03*\x99\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x1b\n\x17\x46INISH_REASON_PREEMPTED\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,18 +34,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1119
-  _globals['_FINISHREASON']._serialized_end=1272
+  _globals['_GRAMMARKIND']._serialized_start=1299
+  _globals['_GRAMMARKIND']._serialized_end=1419
+  _globals['_FINISHREASON']._serialized_start=1422
+  _globals['_FINISHREASON']._serialized_end=1575
   _globals['_SAMPLINGPARAMS']._serialized_start=89
-  _globals['_SAMPLINGPARAMS']._serialized_end=548
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=454
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=502
-  _globals['_TOKENLOGPROB']._serialized_start=550
-  _globals['_TOKENLOGPROB']._serialized_end=613
-  _globals['_POSITIONLOGPROBS']._serialized_start=615
-  _globals['_POSITIONLOGPROBS']._serialized_end=726
-  _globals['_GENERATIONREQUEST']._serialized_start=729
-  _globals['_GENERATIONREQUEST']._serialized_end=985
-  _globals['_STAGETIMINGS']._serialized_start=988
-  _globals['_STAGETIMINGS']._serialized_end=1116
+  _globals['_SAMPLINGPARAMS']._serialized_end=659
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=533
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=581
+  _globals['_GRAMMAR']._serialized_start=661
+  _globals['_GRAMMAR']._serialized_end=729
+  _globals['_TOKENLOGPROB']._serialized_start=731
+  _globals['_TOKENLOGPROB']._serialized_end=794
+  _globals['_POSITIONLOGPROBS']._serialized_start=796
+  _globals['_POSITIONLOGPROBS']._serialized_end=907
+  _globals['_GENERATIONREQUEST']._serialized_start=910
+  _globals['_GENERATIONREQUEST']._serialized_end=1166
+  _globals['_STAGETIMINGS']._serialized_start=1169
+  _globals['_STAGETIMINGS']._serialized_end=1297
 # @@protoc_insertion_point(module_scope)

@@ -26,7 +26,7 @@ from pdmesh.common.v1 import generation_pb2 as pdmesh_dot_common_dot_v1_dot_gene
 from pdmesh.common.v1 import identity_pb2 as pdmesh_dot_common_dot_v1_dot_identity__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%pdmesh/decode/v1/decode_service.proto\x12\x10pdmesh.decode.v1\x1a!pdmesh/common/v1/generation.proto\x1a\x1fpdmesh/common/v1/identity.proto\"\xa0\x01\n\x0fGenerateRequest\x12\x34\n\x07request\x18\x01 \x01(\x0b\x32#.pdmesh.common.v1.GenerationRequest\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x02 \x01(\x03\x12/\n\x07prefill\x18\x03 \x01(\x0b\x32\x19.pdmesh.common.v1.PeerRefH\x00\x88\x01\x01\x42\n\n\x08_prefill\"\x91\x02\n\x08\x46inished\x12.\n\x06reason\x18\x01 \x01(\x0e\x32\x1e.pdmesh.common.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\x12\x36\n\x0e\x64\x65\x63ode_timings\x18\x04 \x01(\x0b\x32\x1e.pdmesh.common.v1.StageTimings\x12\x37\n\x0fprefill_timings\x18\x05 \x01(\x0b\x32\x1e.pdmesh.common.v1.StageTimings\x12\x0c\n\x04path\x18\x06 \x01(\t\x12\x11\n\ttransport\x18\x07 \x01(\tB\x10\n\x0e_stop_token_id\"\xde\x01\n\x10GenerateResponse\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x34\n\x08logprobs\x18\x03 \x03(\x0b\x32\".pdmesh.common.v1.PositionLogprobs\x12\x31\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1a.pdmesh.decode.v1.FinishedH\x00\x88\x01\x01\x12\x1a\n\rcached_tokens\x18\x05 \x01(\x05H\x01\x88\x01\x01\x42\x0b\n\t_finishedB\x10\n\x0e_cached_tokens2d\n\rDecodeService\x12S\n\x08Generate\x12!.pdmesh.decode.v1.GenerateRequest\x1a\".pdmesh.decode.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%pdmesh/decode/v1/decode_service.proto\x12\x10pdmesh.decode.v1\x1a!pdmesh/common/v1/generation.proto\x1a\x1fpdmesh/common/v1/identity.proto\"\xa0\x01\n\x0fGenerateRequest\x12\x34\n\x07request\x18\x01 \x01(\x0b\x32#.pdmesh.common.v1.GenerationRequest\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x02 \x01(\x03\x12/\n\x07prefill\x18\x03 \x01(\x0b\x32\x19.pdmesh.common.v1.PeerRefH\x00\x88\x01\x01\x42\n\n\x08_prefill\"\x91\x02\n\x08\x46inished\x12.\n\x06reason\x18\x01 \x01(\x0e\x32\x1e.pdmesh.common.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\x12\x36\n\x0e\x64\x65\x63ode_timings\x18\x04 \x01(\x0b\x32\x1e.pdmesh.common.v1.StageTimings\x12\x37\n\x0fprefill_timings\x18\x05 \x01(\x0b\x32\x1e.pdmesh.common.v1.StageTimings\x12\x0c\n\x04path\x18\x06 \x01(\t\x12\x11\n\ttransport\x18\x07 \x01(\tB\x10\n\x0e_stop_token_id\"\xba\x02\n\x10GenerateResponse\x12\x13\n\x0b\x66irst_index\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x34\n\x08logprobs\x18\x03 \x03(\x0b\x32\".pdmesh.common.v1.PositionLogprobs\x12\x31\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x1a.pdmesh.decode.v1.FinishedH\x00\x88\x01\x01\x12\x1a\n\rcached_tokens\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12;\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\".pdmesh.common.v1.PositionLogprobs\x12\x1d\n\x15prompt_first_position\x18\x07 \x01(\x05\x42\x0b\n\t_finishedB\x10\n\x0e_cached_tokens2d\n\rDecodeService\x12S\n\x08Generate\x12!.pdmesh.decode.v1.GenerateRequest\x1a\".pdmesh.decode.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,7 +38,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FINISHED']._serialized_start=291
   _globals['_FINISHED']._serialized_end=564
   _globals['_GENERATERESPONSE']._serialized_start=567
-  _globals['_GENERATERESPONSE']._serialized_end=789
-  _globals['_DECODESERVICE']._serialized_start=791
-  _globals['_DECODESERVICE']._serialized_end=891
+  _globals['_GENERATERESPONSE']._serialized_end=881
+  _globals['_DECODESERVICE']._serialized_start=883
+  _globals['_DECODESERVICE']._serialized_end=983
 # @@protoc_insertion_point(module_scope)

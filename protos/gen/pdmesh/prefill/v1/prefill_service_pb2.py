@@ -26,7 +26,7 @@ from pdmesh.common.v1 import generation_pb2 as pdmesh_dot_common_dot_v1_dot_gene
 from pdmesh.transfer.v1 import ticket_pb2 as pdmesh_dot_transfer_dot_v1_dot_ticket__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'pdmesh/prefill/v1/prefill_service.proto\x12\x11pdmesh.prefill.v1\x1a!pdmesh/common/v1/generation.proto\x1a\x1fpdmesh/transfer/v1/ticket.proto\"\xbb\x01\n\x0bOpenPrefill\x12\x34\n\x07request\x18\x01 \x01(\x0b\x32#.pdmesh.common.v1.GenerationRequest\x12\x1b\n\x13prefill_incarnation\x18\x02 \x01(\x03\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\x03\x12\x18\n\x10without_transfer\x18\x04 \x01(\x08\x12\x0f\n\x07link_id\x18\x05 \x01(\x03\x12\x12\n\nlink_proof\x18\x06 \x01(\x0c\"y\n\x0ePrefillRequest\x12.\n\x04open\x18\x01 \x01(\x0b\x32\x1e.pdmesh.prefill.v1.OpenPrefillH\x00\x12,\n\x06ticket\x18\x02 \x01(\x0b\x32\x1a.pdmesh.transfer.v1.TicketH\x00\x42\t\n\x07message\" \n\x07Started\x12\x15\n\rcached_tokens\x18\x01 \x01(\x05\"\xb5\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x34\n\x08logprobs\x18\x02 \x01(\x0b\x32\".pdmesh.common.v1.PositionLogprobs\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\x12\x17\n\x0f\x64raft_token_ids\x18\x04 \x03(\x05\x12/\n\x07timings\x18\x05 \x01(\x0b\x32\x1e.pdmesh.common.v1.StageTimings\"l\n\tDelivered\x12.\n\x06shards\x18\x01 \x03(\x0b\x32\x1e.pdmesh.transfer.v1.ShardCount\x12/\n\x07timings\x18\x02 \x01(\x0b\x32\x1e.pdmesh.common.v1.StageTimings\"\xb4\x01\n\x0fPrefillResponse\x12-\n\x07started\x18\x01 \x01(\x0b\x32\x1a.pdmesh.prefill.v1.StartedH\x00\x12\x34\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x1d.pdmesh.prefill.v1.FirstTokenH\x00\x12\x31\n\tdelivered\x18\x03 \x01(\x0b\x32\x1c.pdmesh.prefill.v1.DeliveredH\x00\x42\t\n\x07message2f\n\x0ePrefillService\x12T\n\x07Prefill\x12!.pdmesh.prefill.v1.PrefillRequest\x1a\".pdmesh.prefill.v1.PrefillResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'pdmesh/prefill/v1/prefill_service.proto\x12\x11pdmesh.prefill.v1\x1a!pdmesh/common/v1/generation.proto\x1a\x1fpdmesh/transfer/v1/ticket.proto\"\xbb\x01\n\x0bOpenPrefill\x12\x34\n\x07request\x18\x01 \x01(\x0b\x32#.pdmesh.common.v1.GenerationRequest\x12\x1b\n\x13prefill_incarnation\x18\x02 \x01(\x03\x12\x1a\n\x12\x64\x65\x63ode_incarnation\x18\x03 \x01(\x03\x12\x18\n\x10without_transfer\x18\x04 \x01(\x08\x12\x0f\n\x07link_id\x18\x05 \x01(\x03\x12\x12\n\nlink_proof\x18\x06 \x01(\x0c\"y\n\x0ePrefillRequest\x12.\n\x04open\x18\x01 \x01(\x0b\x32\x1e.pdmesh.prefill.v1.OpenPrefillH\x00\x12,\n\x06ticket\x18\x02 \x01(\x0b\x32\x1a.pdmesh.transfer.v1.TicketH\x00\x42\t\n\x07message\" \n\x07Started\x12\x15\n\rcached_tokens\x18\x01 \x01(\x05\"\xb5\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x34\n\x08logprobs\x18\x02 \x01(\x0b\x32\".pdmesh.common.v1.PositionLogprobs\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\x12\x17\n\x0f\x64raft_token_ids\x18\x04 \x03(\x05\x12/\n\x07timings\x18\x05 \x01(\x0b\x32\x1e.pdmesh.common.v1.StageTimings\"l\n\tDelivered\x12.\n\x06shards\x18\x01 \x03(\x0b\x32\x1e.pdmesh.transfer.v1.ShardCount\x12/\n\x07timings\x18\x02 \x01(\x0b\x32\x1e.pdmesh.common.v1.StageTimings\"_\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\x05\x12\x35\n\tpositions\x18\x02 \x03(\x0b\x32\".pdmesh.common.v1.PositionLogprobs\"\xf2\x01\n\x0fPrefillResponse\x12-\n\x07started\x18\x01 \x01(\x0b\x32\x1a.pdmesh.prefill.v1.StartedH\x00\x12\x34\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x1d.pdmesh.prefill.v1.FirstTokenH\x00\x12\x31\n\tdelivered\x18\x03 \x01(\x0b\x32\x1c.pdmesh.prefill.v1.DeliveredH\x00\x12<\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32!.pdmesh.prefill.v1.PromptLogprobsH\x00\x42\t\n\x07message2f\n\x0ePrefillService\x12T\n\x07Prefill\x12!.pdmesh.prefill.v1.PrefillRequest\x1a\".pdmesh.prefill.v1.PrefillResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,8 +43,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FIRSTTOKEN']._serialized_end=659
   _globals['_DELIVERED']._serialized_start=661
   _globals['_DELIVERED']._serialized_end=769
-  _globals['_PREFILLRESPONSE']._serialized_start=772
-  _globals['_PREFILLRESPONSE']._serialized_end=952
-  _globals['_PREFILLSERVICE']._serialized_start=954
-  _globals['_PREFILLSERVICE']._serialized_end=1056
+  _globals['_PROMPTLOGPROBS']._serialized_start=771
+  _globals['_PROMPTLOGPROBS']._serialized_end=866
+  _globals['_PREFILLRESPONSE']._serialized_start=869
+  _globals['_PREFILLRESPONSE']._serialized_end=1111
+  _globals['_PREFILLSERVICE']._serialized_start=1113
+  _globals['_PREFILLSERVICE']._serialized_end=1215
 # @@protoc_insertion_point(module_scope)

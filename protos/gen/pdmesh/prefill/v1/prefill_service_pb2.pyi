@@ -60,12 +60,22 @@ class Delivered(_message.Message):
     timings: _generation_pb2.StageTimings
     def __init__(self, shards: _Optional[_Iterable[_Union[_ticket_pb2.ShardCount, _Mapping]]] = ..., timings: _Optional[_Union[_generation_pb2.StageTimings, _Mapping]] = ...) -> None: ...
 
+class PromptLogprobs(_message.Message):
+    __slots__ = ("first_position", "positions")
+    FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    first_position: int
+    positions: _containers.RepeatedCompositeFieldContainer[_generation_pb2.PositionLogprobs]
+    def __init__(self, first_position: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[_generation_pb2.PositionLogprobs, _Mapping]]] = ...) -> None: ...
+
 class PrefillResponse(_message.Message):
-    __slots__ = ("started", "first_token", "delivered")
+    __slots__ = ("started", "first_token", "delivered", "prompt_logprobs")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     DELIVERED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     started: Started
     first_token: FirstToken
     delivered: Delivered
-    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., delivered: _Optional[_Union[Delivered, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: PromptLogprobs
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., delivered: _Optional[_Union[Delivered, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...

@@ -38,7 +38,8 @@ async def serving_dead(mesh: Serving) -> None:
         await status_command.collect(mesh.ready["bootstrap"], 2.0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_the_first_signal_lets_streams_end_and_takes_no_new_ones(number: signal.Signals) -> None:
     async with Serving(tiny_model(), "--drain-timeout", "60", "--kv-tokens", "16384") as mesh:
         calm = await run_all(mesh.url, LONG)

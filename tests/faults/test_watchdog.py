@@ -57,6 +57,7 @@ async def health(pool: ChannelPool, endpoint: str) -> int:
         return -1
 
 
+@pytest.mark.slow
 async def test_a_stuck_engine_is_reported_killed_and_replaced_and_its_streams_go_on(bench: Bench) -> None:
     mesh, line, pool = bench.mesh, len(bench.mesh.lines), ChannelPool()
     before = (await mesh.ranks())["decode-0"]

@@ -97,6 +97,7 @@ async def test_sigterm_lets_streams_end_or_hands_them_over(bench: Bench) -> None
     await mesh.quiet()
 
 
+@pytest.mark.slow
 async def test_the_last_pair_waits_for_its_streams_or_is_forced(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,7 @@ async def test_a_prefill_worker_dies_and_comes_back_on_its_port(model: Path) -> 
         await mesh.quiet()
 
 
+@pytest.mark.slow
 async def test_a_dead_engine_ends_its_service_process(model: Path) -> None:
     async with Mesh(model, prefill=0, decode=0, mixed=1) as mesh:
         await mesh.kill_engine("mixed-0", signal.SIGKILL)

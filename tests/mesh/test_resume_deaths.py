@@ -108,6 +108,7 @@ async def test_decode_dies_between_token_1_and_delivered(mortal: Mortal) -> None
     mortal.check(asked)
 
 
+@pytest.mark.slow
 async def test_the_only_prefill_dies_between_token_1_and_delivered(mortal: Mortal) -> None:
     """The stream waits until it is back; who has no token yet is told so."""
     mortal.hold()

@@ -43,6 +43,7 @@ async def test_a_bad_push_costs_an_attempt(scripted: Scripted, fault: str, *, st
     await suffer(scripted, fault, stream=stream)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_lost_push_costs_an_attempt_in_time(tmp_path: Path, transport: str) -> None:
     async with serve_scripted(Script(tmp_path, transport), 4.0) as served:

@@ -16,7 +16,7 @@ from engine_core.scheduler.context import SchedulerContext
 from engine_core.scheduler.decode import DecodeDisaggScheduler
 from engine_core.scheduler.messages import ConnectLink, Frame, LinkDown, LinkUp, Stats
 from engine_core.scheduler.prefill import PrefillDisaggScheduler
-from engine_core.scheduler.step import ScheduledSequence, SequenceFailure, StepPlan, StepResult
+from engine_core.scheduler.step import Computed, ScheduledSequence, SequenceFailure, StepPlan, StepResult
 from engine_core.transfer.base import Connect, LinkClosed, LinkOpened, TransferCommand, TransferEvent
 from engine_core.types.errors import InternalError
 from engine_core.types.ids import SessionId
@@ -33,7 +33,7 @@ class Scheduler(Protocol):
     def tick(self, now: float) -> None: ...
     def next_wakeup(self) -> float | None: ...
     def schedule(self, now: float) -> list[ScheduledSequence]: ...
-    def settle(self, part: ScheduledSequence, token: int, now: float) -> None: ...
+    def settle(self, part: ScheduledSequence, computed: Computed, now: float) -> None: ...
     def fail(self, part: ScheduledSequence, failure: SequenceFailure, now: float) -> None: ...
     def load(self) -> tuple[int, int, int]: ...
     def num_sessions(self) -> int: ...
@@ -118,11 +118,16 @@ class EngineCore:
             raise InternalError(f"the result of step {result.step} does not answer the plan of step {plan.step}")
         self._outstanding = None
         failed = {failure.index: failure for failure in result.failures}
-        for index, (part, token) in enumerate(zip(plan.sequences, result.sampled, strict=True)):
+        for index, part in enumerate(plan.sequences):
             if index in failed:
                 self._scheduler.fail(part, failed[index], now)
+                continue
+            computed = result.of(index)
+            lack = computed.lacks(part)
+            if lack:
+                self._scheduler.fail(part, SequenceFailure(index, lack), now)
             else:
-                self._scheduler.settle(part, token, now)
+                self._scheduler.settle(part, computed, now)
         decodes = sum(len(part.token_ids) == 1 for part in plan.sequences)
         tokens = plan.num_tokens
         self._context.pacer.observe(decodes, tokens - decodes, result.seconds)

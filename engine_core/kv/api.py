@@ -34,8 +34,8 @@ class Acquired(msgspec.Struct, frozen=True):
 class KvManager(Protocol):
     """Blocks per session. Single-threaded; pure (no device memory)."""
 
-    def lookup(self, token_ids: Sequence[int], salt: str) -> int:
-        """Leading tokens that acquire would find cached now; changes nothing. At most len - 1, rounded
+    def lookup(self, token_ids: Sequence[int], salt: str, most: int | None = None) -> int:
+        """Leading tokens that acquire would find cached now; changes nothing. At most len - 1 and `most`, rounded
         down to a block."""
 
     def blocks_needed(self, num_tokens: int) -> int:
@@ -44,9 +44,12 @@ class KvManager(Protocol):
     def available(self) -> int:
         """Blocks that could be allocated now: free plus evictable."""
 
-    def acquire(self, owner: SessionId, token_ids: Sequence[int], num_tokens: int, salt: str) -> Acquired | None:
-        """Takes the cached prefix of token_ids and new blocks up to num_tokens in all. All or nothing:
-        None changes nothing. Raises InternalError when the owner already holds blocks."""
+    def acquire(
+        self, owner: SessionId, token_ids: Sequence[int], num_tokens: int, salt: str, most: int | None = None
+    ) -> Acquired | None:
+        """Takes the cached prefix of token_ids, `most` tokens of it where that is given, and new blocks up to
+        num_tokens in all. All or nothing: None changes nothing. Raises InternalError when the owner already holds
+        blocks."""
 
     def grow(self, owner: SessionId, num_tokens: int) -> bool:
         """Extends the owner's table to num_tokens. All or nothing."""

@@ -53,9 +53,9 @@ class KVCacheManager:
 
     # ---- questions ------------------------------------------------------------------------------------
 
-    def lookup(self, token_ids: Sequence[int], salt: str) -> int:
+    def lookup(self, token_ids: Sequence[int], salt: str, most: int | None = None) -> int:
         """Leading tokens that acquire would find cached now. Cheap to ask again with the same tuple."""
-        return self._match(token_ids, self._chains(token_ids, salt))[0]
+        return self._match(token_ids, self._chains(token_ids, salt), most)[0]
 
     def blocks_needed(self, num_tokens: int) -> int:
         """Blocks that hold num_tokens, over all groups."""
@@ -88,8 +88,11 @@ class KVCacheManager:
 
     # ---- deeds ----------------------------------------------------------------------------------------
 
-    def acquire(self, owner: SessionId, token_ids: Sequence[int], num_tokens: int, salt: str) -> Acquired | None:
-        """Takes the cached prefix and new blocks up to num_tokens in all; None changes nothing.
+    def acquire(
+        self, owner: SessionId, token_ids: Sequence[int], num_tokens: int, salt: str, most: int | None = None
+    ) -> Acquired | None:
+        """Takes the cached prefix, `most` tokens of it where given, and new blocks up to num_tokens in all; None
+        changes nothing.
 
         The prefix is taken whole even where it is longer than num_tokens. Raises InternalError for an
         owner that holds blocks, and for num_tokens below 1.
@@ -99,7 +102,7 @@ class KVCacheManager:
         if num_tokens < 1:
             raise InternalError(f"{owner} acquires {num_tokens} tokens")
         chains = self._chains(token_ids, salt)
-        cached, matched = self._match(token_ids, chains)
+        cached, matched = self._match(token_ids, chains, most)
         if not all(g.fits(m, num_tokens) for g, m in zip(self._groups, matched, strict=True)):
             return None
         for group, blocks, chain in zip(self._groups, matched, chains, strict=True):
@@ -203,9 +206,12 @@ class KVCacheManager:
     def _chains(self, token_ids: Sequence[int], salt: str) -> tuple[DigestChain, ...]:
         return self._memo.chains(token_ids, salt)
 
-    def _match(self, token_ids: Sequence[int], chains: tuple[DigestChain, ...]) -> tuple[int, list[list[int]]]:
+    def _match(
+        self, token_ids: Sequence[int], chains: tuple[DigestChain, ...], most: int | None
+    ) -> tuple[int, list[list[int]]]:
         """Cached tokens, and the blocks that hold them per group."""
-        limit = max(0, len(token_ids) - 1) // self._stride * self._stride if self._enabled else 0
+        longest = len(token_ids) - 1 if most is None else min(len(token_ids) - 1, most)
+        limit = max(0, longest) // self._stride * self._stride if self._enabled else 0
         found: list[list[int]] = []
         for group, chain in zip(self._groups, chains, strict=True):
             found.append(group.match(chain, token_ids, limit))

@@ -9,7 +9,7 @@ from engine_core.config import SchedulerConfig
 from engine_core.kv.api import KvManager
 from engine_core.lifecycle.machine import Move
 from engine_core.scheduler.figures import Distributions
-from engine_core.scheduler.messages import ErrorInfo, Frame, Outputs, SessionOutput
+from engine_core.scheduler.messages import ErrorInfo, Frame, Outputs, PromptLogprobs, SessionOutput
 from engine_core.scheduler.pacing import StepPacer
 from engine_core.scheduler.step import SequenceFailure
 from engine_core.transfer.base import LinkClosed, LinkOpened, TransferCommand
@@ -17,6 +17,10 @@ from engine_core.types.errors import InternalError, Leg, PdmeshError, PeerFailed
 from engine_core.types.ids import Incarnation, SessionId
 from engine_core.types.kv import KvLayout
 from engine_core.types.request import Finish, Role
+from engine_core.types.sampling import TokenLogprobs
+
+SCORES_PER_FRAME = 512
+"""Prompt positions that one frame carries at most: some 150 KB with 20 best tokens each."""
 
 
 class Outbox:
@@ -49,13 +53,17 @@ class Outbox:
         finish: Finish | None = None,
         error: ErrorInfo | None = None,
         cached_tokens: int | None = None,
+        logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> None:
         """Queues output of a session, joined with what it has pending."""
         before = self._outputs.get(session)
-        if before is not None:
-            first_index, token_ids = before.first_index, before.token_ids + token_ids
-            cached_tokens = before.cached_tokens if cached_tokens is None else cached_tokens
-        self._outputs[session] = SessionOutput(session, first_index, token_ids, finish, error, cached_tokens)
+        output = SessionOutput(session, first_index, token_ids, finish, error, cached_tokens, logprobs)
+        self._outputs[session] = output if before is None else before.joined(output)
+
+    def scores(self, session: SessionId, first_position: int, positions: tuple[TokenLogprobs, ...]) -> None:
+        """Queues log probabilities of prompt positions, in frames of bounded size."""
+        for at in range(0, len(positions), SCORES_PER_FRAME):
+            self.frame(PromptLogprobs(session, first_position + at, positions[at : at + SCORES_PER_FRAME]))
 
     def _flush(self) -> None:
         if self._outputs:

@@ -40,7 +40,7 @@ from engine_core.scheduler.messages import (
     error_info,
 )
 from engine_core.scheduler.sequence import new_sequence
-from engine_core.scheduler.step import ScheduledSequence, SequenceFailure
+from engine_core.scheduler.step import Computed, ScheduledSequence, SequenceFailure
 from engine_core.transfer.base import (
     DropReceive,
     LinkClosed,
@@ -64,7 +64,8 @@ from engine_core.types.errors import (
 )
 from engine_core.types.ids import SessionId
 from engine_core.types.kv import GroupBlocks, ShardCount, ShardTicket, Ticket
-from engine_core.types.request import Finish, FinishReason, Role, StageTimings
+from engine_core.types.request import FinishReason, Role
+from engine_core.types.sampling import TokenLogprobs
 
 QUARANTINE_GRACE = 1.0
 """Seconds within which a living writer answers an Abort: until then its quarantine says nothing against it."""
@@ -118,6 +119,8 @@ class DecodeDisaggScheduler:
         except PdmeshError as exc:
             c.out.output(spec.session, len(spec.emitted_token_ids), (), error=error_info(exc))
             return
+        if frame.remote:
+            sequence.scored_elsewhere()
         session = DecodeSession(
             sequence, decode_request(spec.session, c.log_move, now), transfer_session(spec.session, c.log_move, now),
             frame.remote, frame.link_id, frame.without_transfer, now,
@@ -151,7 +154,7 @@ class DecodeDisaggScheduler:
         session.token_at = now
         session.cached_tokens = frame.cached_tokens
         session.prefill_timings = frame.timings
-        finished = self._emit(session, frame.token_id, now)
+        finished = self._emit(session, frame.token_id, frame.logprobs, now)
         if session.without_transfer and not finished:
             self._fail(session, InternalError("a request without transfer did not end with token 1"), now)
 
@@ -261,44 +264,24 @@ class DecodeDisaggScheduler:
 
     # ---- ends --------------------------------------------------------------------------------------
 
-    def _emit(self, session: DecodeSession, token_id: int, now: float) -> bool:
+    def _emit(self, session: DecodeSession, token_id: int, logprobs: TokenLogprobs | None, now: float) -> bool:
         """Gives a token to the client; ends the session when it is the last one."""
+        scores = () if logprobs is None else (logprobs,)
         sequence = session.sequence
         index = sequence.output_len
         cached = session.cached_tokens if index == len(sequence.spec.emitted_token_ids) else None
         end = sequence.append(token_id, self._c.eos_token_ids)
         self._c.counters["output_tokens"] += 1
         if end is None:
-            self._c.out.output(session.id, index, (token_id,), cached_tokens=cached)
+            self._c.out.output(session.id, index, (token_id,), cached_tokens=cached, logprobs=scores)
             return False
         reason, stop_token = end
         session.request.advance(DecodeState.FINISHED, now, reason.value)
-        finish = self._finish(session, reason, stop_token, now)
-        self._c.out.output(session.id, index, (token_id,), finish=finish, cached_tokens=cached)
+        finish = session.finish(reason, stop_token, now)
+        self._c.out.output(session.id, index, (token_id,), finish=finish, cached_tokens=cached, logprobs=scores)
         self._c.counters["finished"] += 1
         self._retire(session, now, reason.value)
         return True
-
-    def _finish(self, session: DecodeSession, reason: FinishReason, stop_token: int | None, now: float) -> Finish:
-        started = session.awaiting_at or session.computing_at or session.leg_at
-        transferring = session.delivered_at - session.awaiting_at if session.delivered_at else 0.0
-        computing = session.decoding_at - session.computing_at if session.computing_at and session.decoding_at else 0.0
-        return Finish(
-            reason=reason,
-            stop_token_id=stop_token,
-            cached_tokens=session.cached_tokens,
-            path="pd" if session.remote else "local",
-            transport=session.transport,
-            timings=StageTimings(
-                max(0.0, started - session.opened_at) if started else 0.0,
-                computing,
-                transferring,
-                now - session.decoding_at if session.decoding_at else 0.0,
-                starting=started - session.leg_at if session.leg_at and started else 0.0,
-                first_token=session.token_at - session.awaiting_at if session.token_at and session.awaiting_at else 0.0,
-            ),
-            prefill_timings=session.prefill_timings,
-        )
 
     def _fail(self, session: DecodeSession, error: PdmeshError, now: float) -> None:
         session.request.advance(DecodeState.FAILED, now, error.message)
@@ -340,19 +323,8 @@ class DecodeDisaggScheduler:
         self._open_legs(now)
         self._grant(now)
 
-    def _deadline(self, s: DecodeSession) -> float:
-        """When the session's present wait ends in an error."""
-        c, deadline = self._c.config, s.sequence.spec.deadline
-        match s.request.state:
-            case DecodeState.QUEUED | DecodeState.AWAITING_START:
-                return min(deadline, s.opened_at + c.queue_timeout)
-            case DecodeState.AWAITING_KV if s.token_at is not None:
-                return min(deadline, s.token_at + c.kv_progress_timeout)
-            case _:
-                return deadline
-
     def _expire(self, session: DecodeSession, now: float) -> None:
-        if now < self._deadline(session):
+        if now < session.wait_ends(self._c.config):
             return
         state = session.request.state
         if now >= session.sequence.spec.deadline:
@@ -373,7 +345,7 @@ class DecodeDisaggScheduler:
 
     def next_wakeup(self) -> float | None:
         """Absolute time of the earliest deadline, or None."""
-        return min((self._deadline(s) for s in self._sessions.values() if not s.request.final), default=None)
+        return min((s.wait_ends(self._c.config) for s in self._sessions.values() if not s.request.final), default=None)
 
     def _in_state(self, *states: DecodeState) -> list[DecodeSession]:
         return sorted((s for s in self._sessions.values() if s.request.state in states), key=lambda s: s.age)
@@ -420,10 +392,9 @@ class DecodeDisaggScheduler:
     def _recomputes_too_much(self, session: DecodeSession) -> bool:
         if session.request.state is not DecodeState.PREEMPTED or not session.remote:
             return False
-        tokens, limit = session.sequence.tokens, self._c.config.max_local_recompute
-        if len(tokens) <= limit:
-            return False
-        return len(tokens) - self._c.kv.lookup(tokens, session.sequence.spec.cache_salt) > limit
+        sequence, limit = session.sequence, self._c.config.max_local_recompute
+        tokens, salt = sequence.tokens, sequence.spec.cache_salt
+        return len(tokens) > limit and len(tokens) - self._c.kv.lookup(tokens, salt, sequence.most_cached) > limit
 
     def _waits_for_nobody(self, session: DecodeSession, now: float) -> bool:
         """True for a preempted session whose blocks are all quarantined, for longer than a living writer needs."""
@@ -433,7 +404,7 @@ class DecodeDisaggScheduler:
     def _give_back(self, session: DecodeSession, now: float, why: str) -> None:
         """Ends the attempt without an end of the output: the router resumes it, here or elsewhere."""
         session.request.advance(DecodeState.FINISHED, now, f"given back: {why}")
-        finish = self._finish(session, FinishReason.PREEMPTED, None, now)
+        finish = session.finish(FinishReason.PREEMPTED, None, now)
         self._c.out.output(session.id, session.sequence.output_len, (), finish=finish)
         self._c.counters["given_back"] += 1
         self._retire(session, now, why)
@@ -441,10 +412,11 @@ class DecodeDisaggScheduler:
     def _reserve(self, session: DecodeSession, now: float) -> bool:
         sequence, kv = session.sequence, self._c.kv
         want = min(len(sequence.tokens) + self._c.config.num_reserved_decode_tokens, sequence.max_kv_tokens)
-        acquired = kv.acquire(session.id, sequence.tokens, want, sequence.spec.cache_salt)
+        tokens, salt, most = sequence.tokens, sequence.spec.cache_salt, sequence.most_cached
+        acquired = kv.acquire(session.id, tokens, want, salt, most)
         if acquired is None and not self._in_state(*_HOLDING):
             # Nobody will give blocks back by running: do without the reserve for growth.
-            acquired = kv.acquire(session.id, sequence.tokens, len(sequence.tokens), sequence.spec.cache_salt)
+            acquired = kv.acquire(session.id, tokens, len(tokens), salt, most)
         if acquired is None:
             return False
         if session.request.state is DecodeState.AWAITING_START:
@@ -512,12 +484,13 @@ class DecodeDisaggScheduler:
         self._c.kv.release(victim.id)
         self._c.counters["preemptions"] += 1
 
-    def settle(self, part: ScheduledSequence, token: int, now: float) -> None:
+    def settle(self, part: ScheduledSequence, computed: Computed, now: float) -> None:
         """Applies what a step computed for one sequence."""
         session = self._sessions[part.session]
         sequence, bs = session.sequence, self._c.block_size
         before = sequence.computed // bs
-        sequence.computed += len(part.token_ids)
+        sequence.settle(part)
+        self._c.out.scores(session.id, part.scored[0], computed.scores)
         if sequence.computed // bs != before:
             self._c.kv.commit(session.id, sequence.tokens, sequence.computed)
         if session.request.state is DecodeState.COMPUTING:
@@ -526,7 +499,7 @@ class DecodeDisaggScheduler:
                 session.request.advance(DecodeState.DECODING, now)
                 session.decoding_at = session.decoding_at or now
         if part.sample:
-            self._emit(session, token, now)
+            self._emit(session, computed.token, computed.logprobs, now)
 
     def fail(self, part: ScheduledSequence, failure: SequenceFailure, now: float) -> None:
         """Ends a sequence that a step could not compute; what it held is never found by prefix again."""

@@ -6,6 +6,8 @@ The life of a session in messages:
                                ◀ Outputs* (the last one carries finish or error)   ▶ EndSession
     prefill         OpenPrefill ▶  ◀ Started   ▶ TicketArrived   ◀ FirstToken   ◀ Delivered   ▶ EndSession
 
+    whoever computes the prompt, when its log probabilities are asked for:   ◀ PromptLogprobs*   before the first token
+
 The engine owns every session and block. EndSession is sent exactly once per opened session, whatever
 happened before; what was granted, the engine takes back. The engine may go on with a session after
 its end until its blocks are quiet.
@@ -201,6 +203,18 @@ class SessionOutput(msgspec.Struct, frozen=True, array_like=True):
     """With the first tokens: those of the prompt that were not computed anew."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One per token id, when asked for."""
+
+    def joined(self, later: SessionOutput) -> SessionOutput:
+        """This output and the one that follows it, as one."""
+        return SessionOutput(
+            self.session,
+            self.first_index,
+            self.token_ids + later.token_ids,
+            later.finish,
+            later.error,
+            self.cached_tokens if later.cached_tokens is None else later.cached_tokens,
+            self.logprobs + later.logprobs,
+        )
 
 
 class Outputs(Frame, frozen=True):

@@ -7,7 +7,7 @@ The life of a session:
     a full pool) and sends Started. When blocks are short, what comes earlier sets later un-ticketed
     prompts back to QUEUED; their computed blocks stay in the prefix index. A ticketed one takes a place
     in the batch in the same way.
- 3. Steps compute chunks under the token budget.
+ 3. Steps compute chunks under the token budget. Log probabilities of the prompt leave as they are computed.
  4. With the ticket, finished blocks are pushed while the next chunk computes.
  5. The last chunk samples token 1. Once sampled and ticketed, FirstToken leaves at once.
  6. When every push has arrived, Delivered is sent and the blocks are released.
@@ -39,7 +39,7 @@ from engine_core.scheduler.messages import (
     error_info,
 )
 from engine_core.scheduler.sequence import Sequence, new_sequence
-from engine_core.scheduler.step import ScheduledSequence, SequenceFailure
+from engine_core.scheduler.step import Computed, ScheduledSequence, SequenceFailure
 from engine_core.transfer.base import (
     AbortReceived,
     CancelPush,
@@ -65,6 +65,7 @@ from engine_core.types.errors import (
 from engine_core.types.ids import SessionId
 from engine_core.types.kv import ShardCount, Ticket
 from engine_core.types.request import StageTimings
+from engine_core.types.sampling import TokenLogprobs
 
 TOMBSTONE_SECONDS = 1200.0
 """Longer than any session lives, so that no ticket can outlive its tombstone."""
@@ -86,6 +87,7 @@ class PrefillSession:
     started: bool = False
     cached_tokens: int = 0
     token: int | None = None
+    logprobs: TokenLogprobs | None = None
     next_push: int = 0
     pushed_to: int = 0
     in_flight: set[int] = field(default_factory=set)
@@ -386,19 +388,19 @@ class PrefillDisaggScheduler:
     def _reserve(self, session: PrefillSession, now: float) -> bool:
         """Reserves the whole prompt, setting later un-ticketed prompts back when that makes room."""
         kv, sequence = self._c.kv, session.sequence
-        salt = sequence.spec.cache_salt
-        acquired = kv.acquire(session.id, sequence.tokens, len(sequence.tokens), salt)
+        salt, most = sequence.spec.cache_salt, sequence.most_cached
+        acquired = kv.acquire(session.id, sequence.tokens, len(sequence.tokens), salt, most)
         if acquired is None:
             victims = sorted(
                 (v for v in self._holding() if v.order[0] and v.order > session.order), key=lambda v: v.order
             )
-            cached = kv.lookup(sequence.tokens, salt)
+            cached = kv.lookup(sequence.tokens, salt, most)
             need = kv.blocks_needed(len(sequence.tokens)) - kv.blocks_needed(cached)
             if kv.available() + sum(len(g) for v in victims for g in kv.block_ids(v.id)) < need:
                 return False
             while acquired is None and victims:
                 self._set_back(victims.pop(), session, now)
-                acquired = kv.acquire(session.id, sequence.tokens, len(sequence.tokens), salt)
+                acquired = kv.acquire(session.id, sequence.tokens, len(sequence.tokens), salt, most)
             if acquired is None:
                 return False
         sequence.computed = acquired.cached_tokens
@@ -414,7 +416,7 @@ class PrefillDisaggScheduler:
     def _set_back(self, victim: PrefillSession, winner: PrefillSession, now: float) -> None:
         victim.request.advance(PrefillState.QUEUED, now, f"set back for {winner.id}")
         victim.sequence.reset()
-        victim.token = None
+        victim.token = victim.logprobs = None
         self._c.kv.release(victim.id)
         self._c.counters["set_back"] += 1
 
@@ -432,15 +434,16 @@ class PrefillDisaggScheduler:
             if n
         ]
 
-    def settle(self, part: ScheduledSequence, token: int, now: float) -> None:
+    def settle(self, part: ScheduledSequence, computed: Computed, now: float) -> None:
         """Applies what a step computed for one sequence."""
         session = self._sessions[part.session]
         sequence = session.sequence
-        sequence.computed += len(part.token_ids)
+        sequence.settle(part)
+        self._c.out.scores(session.id, part.scored[0], computed.scores)
         self._c.kv.commit(session.id, sequence.tokens, sequence.computed)
         self._c.counters["prompt_tokens_computed"] += len(part.token_ids)
         if part.sample:
-            session.token = token
+            session.token, session.logprobs = computed.token, computed.logprobs
             session.computed_at = now
             session.request.advance(PrefillState.COMPUTED, now, "token 1 sampled")
         self._push(session, now)
@@ -484,7 +487,8 @@ class PrefillDisaggScheduler:
         if session.request.state is not PrefillState.COMPUTED or session.order[0]:
             return
         assert session.token is not None
-        self._c.out.frame(FirstToken(session.id, session.token, session.cached_tokens, self._timings(session, now)))
+        timings = self._timings(session, now)
+        self._c.out.frame(FirstToken(session.id, session.token, session.cached_tokens, timings, session.logprobs))
         if session.without_transfer:
             session.request.advance(PrefillState.FINISHED, now, "nothing to push")
             self._retire(session, now, "nothing to push")

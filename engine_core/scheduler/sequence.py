@@ -13,12 +13,17 @@ from engine_core.types.sampling import SamplingParams
 
 @dataclass(slots=True)
 class Sequence:
-    """Tokens of one session. `limit` is the number of output tokens after clamping."""
+    """Tokens of one session. `limit` is the number of output tokens after clamping.
+
+    `scored_to` is the first prompt position whose log probabilities are still to be reported here; positions are
+    reported in order, each once, also when the KV is computed anew.
+    """
 
     spec: GenerateSpec
     tokens: list[int]
     limit: int
     computed: int = 0
+    scored_to: int = 1
 
     @property
     def prompt_len(self) -> int:
@@ -39,6 +44,20 @@ class Sequence:
     def max_kv_tokens(self) -> int:
         """Tokens whose KV may have to be held: the last output token's never is."""
         return max(len(self.tokens), self.prompt_len + self.limit - 1)
+
+    @property
+    def scores_left(self) -> bool:
+        """True when log probabilities of the prompt are asked for and some are still to be reported."""
+        return self.spec.sampling.prompt_logprobs is not None and self.scored_to < self.prompt_len
+
+    @property
+    def most_cached(self) -> int | None:
+        """Leading tokens that the prefix cache may give: what is to be scored has to be computed. None: all."""
+        return self.scored_to - 1 if self.scores_left else None
+
+    def scored_elsewhere(self) -> None:
+        """The prompt's log probabilities are somebody else's to report."""
+        self.scored_to = self.prompt_len
 
     def reset(self) -> None:
         """Forgets the KV, not the tokens."""
@@ -62,19 +81,33 @@ class Sequence:
     ) -> ScheduledSequence:
         """The next `count` tokens as part of a step; samples when they reach the last known token."""
         sampling = self.spec.sampling
-        sample = self.computed + count == len(self.tokens)
+        end = self.computed + count
+        sample = end == len(self.tokens)
         banned: tuple[int, ...] = ()
         if sample and self.output_len < sampling.min_tokens:
             banned = tuple(sorted(stop_ids(sampling, eos_token_ids)))
         return ScheduledSequence(
             session=self.spec.session,
-            token_ids=self.tokens[self.computed : self.computed + count],
+            token_ids=self.tokens[self.computed : end],
             start=self.computed,
             block_ids=block_ids,
             sample=sample,
             sampling=sampling,
             banned_token_ids=banned,
+            known=self.tokens,
+            prompt_len=self.prompt_len,
+            scored=self._scored(end) if self.scores_left else (0, 0),
         )
+
+    def _scored(self, end: int) -> tuple[int, int]:
+        """Prompt positions that a chunk up to `end` scores first; the last one's logits come out of the row before."""
+        to = min(end + 1, self.prompt_len)
+        return (self.scored_to, to) if to > self.scored_to else (0, 0)
+
+    def settle(self, part: ScheduledSequence) -> None:
+        """A step has computed the part."""
+        self.computed += len(part.token_ids)
+        self.scored_to = max(self.scored_to, part.scored[1])
 
 
 def stop_ids(sampling: SamplingParams, eos_token_ids: frozenset[int]) -> set[int]:
@@ -117,6 +150,11 @@ def _check_vocabulary(spec: GenerateSpec, context: SchedulerContext) -> None:
         highest = max(getattr(spec, name), default=0)
         if highest >= vocab:
             raise InvalidRequestError(f"token {highest} is outside the vocabulary of {vocab}", field=name)
+    biased = max((token for token, _ in sampling.logit_bias), default=0)
+    if biased >= vocab:
+        raise InvalidRequestError(
+            f"logit_bias holds token {biased}, which is outside the vocabulary of {vocab}", field="logit_bias"
+        )
     if sampling.min_tokens and len(sampling.stop_token_ids) + len(context.eos_token_ids) >= vocab:
         stops = stop_ids(sampling, context.eos_token_ids)
         if sum(0 <= token < vocab for token in stops) >= vocab:

@@ -56,6 +56,28 @@ class SequenceFailure(msgspec.Struct, frozen=True):
     lost: bool = False
 
 
+class Computed(msgspec.Struct, frozen=True):
+    """What came out for one sequence of the plan: the token (-1 unless one was drawn), its log probabilities and
+    those of the `scored` positions, where asked for."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None
+    scores: tuple[TokenLogprobs, ...] = ()
+
+    def lacks(self, part: ScheduledSequence) -> str:
+        """Which log probabilities of the part are missing, or do not belong to its tokens; empty when all are well."""
+        if (
+            part.sample
+            and part.sampling.logprobs is not None
+            and (self.logprobs is None or self.logprobs.token_id != self.token)
+        ):
+            return f"token {self.token} came without its log probabilities"
+        first, end = part.scored
+        if [score.token_id for score in self.scores] != list(part.known[first:end]):
+            return f"log probabilities of prompt positions [{first}, {end}) are missing"
+        return ""
+
+
 class StepResult(msgspec.Struct, frozen=True):
     """What came out: a token id per sequence with `sample`, in the plan's order (-1 elsewhere, and where it
     failed)."""
@@ -69,3 +91,11 @@ class StepResult(msgspec.Struct, frozen=True):
     """Of each sampled token, in the plan's order, where asked for; empty when nobody asked."""
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     """Of each sequence's `scored` positions, in the plan's order; empty when nobody asked."""
+
+    def of(self, index: int) -> Computed:
+        """What came out for sequence `index` of the plan."""
+        return Computed(
+            self.sampled[index],
+            self.logprobs[index] if self.logprobs else None,
+            self.prompt_logprobs[index] if self.prompt_logprobs else (),
+        )

@@ -1,7 +1,7 @@
 """pdmesh.common.v1.GenerationRequest <-> GenerateSpec, and what comes back: Finish, StageTimings.
 
 Reading checks every range and raises InvalidRequestError that names the field as the caller knows it,
-such as request.sampling.top_p. What the engine can't do yet is refused, never ignored.
+such as request.prompt_token_ids.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ import time
 from engine_core.types.errors import DeadlineError, InvalidRequestError, Leg
 from engine_core.types.ids import SessionId
 from engine_core.types.request import Finish, FinishReason, GenerateSpec, StageTimings
-from engine_core.types.sampling import SamplingParams
 from pdmesh.common.v1 import generation_pb2, identity_pb2
 from pdmesh.decode.v1 import decode_service_pb2
 from services.wire.common import MAX_NAME, checked_size, checked_text
+from services.wire.sampling import MAX_TOKEN_ID, sampling_from_proto, sampling_to_proto
 
 DEFAULT_TIMEOUT = 600.0
 """Seconds that a call without a deadline gets."""
 
-_MAX_TOKEN_ID = 2**31 - 1
 MAX_TOKENS = 1 << 22
 """Prompt, or emitted, tokens that are read at all; what an engine can hold is for it to say."""
-MAX_STOP_IDS = 4_096
 MAX_REQUEST_ID = 512
 MAX_SALT = 256
 
@@ -106,55 +104,6 @@ def spec_to_proto(spec: GenerateSpec, fingerprint: str = "") -> generation_pb2.G
     )
 
 
-def sampling_from_proto(message: generation_pb2.SamplingParams) -> SamplingParams:
-    """Reads and checks how to draw. Raises InvalidRequestError naming the field."""
-    top_p = message.top_p if message.HasField("top_p") else 1.0
-    if not (math.isfinite(message.temperature) and message.temperature >= 0):
-        raise _invalid("sampling.temperature", f"is {message.temperature:g}; it must be a number from 0 on")
-    if not 0 < top_p <= 1:
-        raise _invalid("sampling.top_p", f"is {top_p:g}; it must be above 0 and at most 1")
-    if message.top_k < 0:
-        raise _invalid("sampling.top_k", f"is {message.top_k}; it must not be negative (0 keeps all tokens)")
-    if not 0 <= message.min_p <= 1:
-        raise _invalid("sampling.min_p", f"is {message.min_p:g}; it must be from 0 to 1")
-    if message.max_tokens < 1:
-        raise _invalid("sampling.max_tokens", f"is {message.max_tokens}; it must be at least 1")
-    if not 0 <= message.min_tokens <= message.max_tokens:
-        raise _invalid(
-            "sampling.min_tokens", f"is {message.min_tokens}; it must be from 0 to max_tokens ({message.max_tokens})"
-        )
-    checked_size(message.stop_token_ids, "request.sampling.stop_token_ids", MAX_STOP_IDS)
-    stop_ids = tuple(message.stop_token_ids)
-    _check_ids("sampling.stop_token_ids", stop_ids)
-    _refuse_unsupported(message)
-    return SamplingParams(
-        max_tokens=message.max_tokens,
-        temperature=message.temperature,
-        top_p=top_p,
-        top_k=message.top_k,
-        min_p=message.min_p,
-        seed=message.seed,
-        min_tokens=message.min_tokens,
-        stop_token_ids=stop_ids,
-        ignore_eos=message.ignore_eos,
-    )
-
-
-def sampling_to_proto(sampling: SamplingParams) -> generation_pb2.SamplingParams:
-    """How to draw, for the wire."""
-    return generation_pb2.SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        stop_token_ids=sampling.stop_token_ids,
-        ignore_eos=sampling.ignore_eos,
-    )
-
-
 def timings_to_proto(timings: StageTimings) -> generation_pb2.StageTimings:
     """Seconds per stage, for the wire."""
     return generation_pb2.StageTimings(
@@ -209,22 +158,9 @@ def finish_from_proto(message: decode_service_pb2.Finished) -> Finish:
     )
 
 
-def _refuse_unsupported(message: generation_pb2.SamplingParams) -> None:
-    asked = {
-        "frequency_penalty": message.frequency_penalty != 0,
-        "presence_penalty": message.presence_penalty != 0,
-        "repetition_penalty": message.HasField("repetition_penalty") and message.repetition_penalty != 1,
-        "logit_bias": bool(message.logit_bias),
-        "logprobs": message.HasField("logprobs"),
-    }
-    for name, wanted in asked.items():
-        if wanted:
-            raise _invalid(f"sampling.{name}", "is not supported by this engine")
-
-
 def _check_ids(field: str, ids: tuple[int, ...]) -> None:
     if ids and min(ids) < 0:
-        raise _invalid(field, f"holds {min(ids)}; token ids must be from 0 to {_MAX_TOKEN_ID}")
+        raise _invalid(field, f"holds {min(ids)}; token ids must be from 0 to {MAX_TOKEN_ID}")
 
 
 def _invalid(field: str, problem: str) -> InvalidRequestError:

@@ -128,6 +128,19 @@ def test_a_shared_prefix_is_one_block_with_two_holders(kv: KVCacheManager, group
     assert kv.lookup(text(9), "") == 8
 
 
+@pytest.mark.parametrize(("most", "found"), [(0, 0), (3, 0), (4, 4), (7, 4), (8, 8), (100, 8), (None, 8)])
+def test_a_hit_may_be_bounded(kv: KVCacheManager, groups: int, most: int | None, found: int) -> None:
+    cache(kv, text(8))
+    assert kv.lookup(text(10), "", most) == found
+    assert kv.acquire(A, text(10), 10, "", most) == Acquired(found)
+    kv.commit(A, text(10), 10)
+    kv.check_conservation()
+    assert kv.usage().used == 3 * groups and kv.lookup(text(10), "") == 8
+    kv.release(A)
+    kv.check_conservation()
+    assert kv.lookup(text(10), "") == 8
+
+
 def test_matched_blocks_are_not_evicted_by_their_own_acquire(kv: KVCacheManager, groups: int) -> None:
     cache(kv, text(16))
     assert kv.acquire(A, text(17), 32, "") == Acquired(16)

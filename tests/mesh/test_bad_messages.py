@@ -71,9 +71,14 @@ async def test_generate_refuses_nonsense(small_mesh: Mesh, raw: Raw) -> None:
         ({"sampling": sampling(min_p=NAN)}, "request.sampling.min_p"),
         ({"sampling": sampling(stop_token_ids=[-1])}, "request.sampling.stop_token_ids"),
         ({"sampling": sampling(min_tokens=2, stop_token_ids=range(VOCABULARY))}, "stop_token_ids"),
-        ({"sampling": sampling(logprobs=1)}, "request.sampling.logprobs"),
-        ({"sampling": sampling(logit_bias={5: 1.0})}, "request.sampling.logit_bias"),
-        ({"sampling": sampling(repetition_penalty=1.5)}, "request.sampling.repetition_penalty"),
+        ({"sampling": sampling(logprobs=21)}, "request.sampling.logprobs"),
+        ({"sampling": sampling(prompt_logprobs=-1)}, "request.sampling.prompt_logprobs"),
+        ({"sampling": sampling(logit_bias={-5: 1.0})}, "request.sampling.logit_bias"),
+        ({"sampling": sampling(logit_bias={VOCABULARY: 1.0})}, "logit_bias"),
+        ({"sampling": sampling(repetition_penalty=0.0)}, "request.sampling.repetition_penalty"),
+        ({"sampling": sampling(frequency_penalty=NAN)}, "request.sampling.frequency_penalty"),
+        ({"sampling": sampling(grammar={"kind": 9, "text": "x"})}, "request.sampling.grammar.kind"),
+        ({"sampling": sampling(grammar={"kind": 1})}, "request.sampling.grammar.text"),
     ]
     async with unharmed(small_mesh):
         for spoilt, field in requests:

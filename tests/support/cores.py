@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from engine_core.engine import EngineCore
 from engine_core.kv.manager import KVCacheManager
-from engine_core.scheduler.messages import Frame, Outputs, SessionOutput
-from engine_core.scheduler.step import SequenceFailure, StepPlan, StepResult
+from engine_core.scheduler.messages import FirstToken, Frame, Outputs, PromptLogprobs, SessionOutput
+from engine_core.scheduler.step import ScheduledSequence, SequenceFailure, StepPlan, StepResult
 from engine_core.transfer.base import LinkClosed, LinkOpened, TransferCommand
 from engine_core.types.ids import Incarnation
 from engine_core.types.request import Role
+from engine_core.types.sampling import TokenLogprobs
 from tests.support.builders import layout, scheduler
 from tests.support.clock import VirtualClock
 
@@ -20,6 +21,11 @@ EOS = 99
 def next_token(position: int) -> int:
     """The token that the fake executor draws at a position: never EOS by itself."""
     return 1000 + position
+
+
+def score(token: int, position: int) -> TokenLogprobs:
+    """The log probabilities that the fake executor gives to a token at a position."""
+    return TokenLogprobs(token, -float(position), 1)
 
 
 class DrivenCore:
@@ -48,6 +54,8 @@ class DrivenCore:
         self.forced: dict[int, int] = {}
         self.failing: dict[int, bool] = {}
         """Positions whose draw fails; True when the sequence is lost, and not to blame."""
+        self.silent = False
+        """True for an executor that gives no log probabilities."""
 
     def link(self, link_id: int = 1, *, local_quiet: bool = False) -> None:
         """Opens a link."""
@@ -90,16 +98,30 @@ class DrivenCore:
             return None
         self.plans.append(plan)
         sampled, failures = [], []
+        logprobs: list[TokenLogprobs | None] = []
         for index, part in enumerate(plan.sequences):
             position = part.start + len(part.token_ids)
             if part.sample and position in self.failing:
                 failures.append(SequenceFailure(index, "no number", self.failing[position]))
             token = self.forced.get(position, next_token(position))
             sampled.append(token if part.sample else -1)
-        result = StepResult(plan.step, tuple(sampled), failures=tuple(failures))
+            asked = part.sample and part.sampling.logprobs is not None
+            logprobs.append(score(token, position) if asked else None)
+        result = StepResult(
+            plan.step,
+            tuple(sampled),
+            failures=tuple(failures),
+            logprobs=tuple(logprobs) if any(logprobs) and not self.silent else (),
+            prompt_logprobs=() if self.silent else tuple(self._scores(part) for part in plan.sequences),
+        )
         self.core.settle(plan, result, self.clock())
         self.take()
         return plan
+
+    def _scores(self, part: ScheduledSequence) -> tuple[TokenLogprobs, ...]:
+        first, end = part.scored
+        assert first == end or part.start < first <= end <= part.start + len(part.token_ids) + 1
+        return tuple(score(part.known[position], position) for position in range(first, end))
 
     def run(self, limit: int = 1000) -> int:
         """Steps until there is nothing to compute; returns the number of steps."""
@@ -121,6 +143,20 @@ class DrivenCore:
             assert output.first_index == first + len(tokens)
             tokens += output.token_ids
         return tokens
+
+    def scores(self, room: int = 1) -> list[TokenLogprobs]:
+        """All prompt scores of a room so far; asserts that positions come in order, each once, before any token."""
+        found: list[TokenLogprobs] = []
+        tokens = False
+        for frame in self.frames:
+            if isinstance(frame, PromptLogprobs) and frame.session.room == room:
+                assert frame.first_position == 1 + len(found) and not tokens
+                found += frame.positions
+            elif isinstance(frame, FirstToken):
+                tokens = tokens or frame.session.room == room
+            elif isinstance(frame, Outputs):
+                tokens = tokens or any(o.token_ids and o.session.room == room for o in frame.outputs)
+        return found
 
 
 def of(kind: type, items: Sequence[object]) -> list:  # type: ignore[type-arg]

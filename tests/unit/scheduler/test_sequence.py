@@ -48,3 +48,11 @@ def test_stop_tokens_that_leave_something(params: SamplingParams) -> None:
     core = DrivenCore(Role.MIXED)
     context = SchedulerContext(Role.MIXED, scheduler(2), core.kv, layout(5, 2), frozenset({EOS}), 64, vocab_size=8)
     assert new_sequence(spec((1, 7), params=params), context).limit == 2
+
+
+def test_biases_outside_the_vocabulary() -> None:
+    biased = SamplingParams(max_tokens=2, logit_bias=((0, 1.0), (8, -1.0)))
+    assert refused(spec((1, 2), params=biased)) == (
+        "logit_bias",
+        "logit_bias holds token 8, which is outside the vocabulary of 8",
+    )

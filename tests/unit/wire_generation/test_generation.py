@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from engine_core.types.errors import DeadlineError, InvalidRequestError
 from engine_core.types.ids import SessionId
 from engine_core.types.request import Finish, FinishReason, GenerateSpec, StageTimings
-from engine_core.types.sampling import SamplingParams
+from engine_core.types.sampling import Grammar, GrammarKind, SamplingParams
 from pdmesh.common.v1 import generation_pb2, identity_pb2
 from pdmesh.decode.v1 import decode_service_pb2
 from services.wire.generation import (
@@ -18,15 +18,17 @@ from services.wire.generation import (
     finish_from_proto,
     finish_to_proto,
     monotonic_deadline,
-    sampling_from_proto,
     seconds_left,
     spec_from_proto,
     spec_to_proto,
     timings_from_proto,
 )
+from services.wire.sampling import MAX_GRAMMAR_BYTES, sampling_from_proto
 
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(tuple)
 single = st.floats(0, 1, width=32)
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+tops = st.none() | st.integers(0, 20)
 
 
 @st.composite
@@ -48,6 +50,15 @@ def specs(draw: st.DrawFn) -> GenerateSpec:
             min_tokens=draw(st.integers(0, most)),
             stop_token_ids=draw(token_ids),
             ignore_eos=draw(st.booleans()),
+            frequency_penalty=draw(finite),
+            presence_penalty=draw(finite),
+            repetition_penalty=draw(st.floats(2**-20, 1000, width=32)),
+            logit_bias=tuple(sorted(draw(st.dictionaries(st.integers(0, 2**31 - 1), finite, max_size=5)).items())),
+            logprobs=draw(tops),
+            prompt_logprobs=draw(tops),
+            grammar=draw(
+                st.none() | st.builds(Grammar, st.sampled_from(list(GrammarKind)), st.text(min_size=1, max_size=20))
+            ),
         ),
         arrival_ms=draw(st.integers(1, 2**63 - 1)),
         deadline=5.0,
@@ -115,11 +126,25 @@ def test_bad_requests_name_the_field(change: dict[str, object], field: str) -> N
         ({"min_tokens": -1}, "min_tokens"),
         ({"stop_token_ids": [-3]}, "stop_token_ids"),
         ({"stop_token_ids": bytes(4097)}, "stop_token_ids"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"presence_penalty": -0.5}, "presence_penalty"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty"),
-        ({"logit_bias": {3: 1.0}}, "logit_bias"),
-        ({"logprobs": 0}, "logprobs"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty"),
+        ({"frequency_penalty": 1e300}, "frequency_penalty"),
+        ({"presence_penalty": float("-inf")}, "presence_penalty"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias"),
+        ({"logit_bias": {3: float("nan")}}, "logit_bias"),
+        ({"logit_bias": {3: float("-inf")}}, "logit_bias"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"grammar": generation_pb2.Grammar(text="a")}, "grammar.kind"),
+        ({"grammar": {"kind": 77, "text": "a"}}, "grammar.kind"),
+        ({"grammar": {"kind": 1}}, "grammar.text"),
+        ({"grammar": {"kind": 2, "text": "x" * (MAX_GRAMMAR_BYTES + 1)}}, "grammar.text"),
+        ({"grammar": {"kind": 3, "text": "é" * (MAX_GRAMMAR_BYTES // 2 + 1)}}, "grammar.text"),
     ],
 )
 def test_bad_sampling_names_the_field(change: dict[str, object], name: str) -> None:
@@ -132,13 +157,26 @@ def test_bad_sampling_names_the_field(change: dict[str, object], name: str) -> N
 def test_unset_fields_take_neutral_values() -> None:
     message = generation_pb2.SamplingParams(max_tokens=4, repetition_penalty=1.0)
     assert sampling_from_proto(message) == SamplingParams(max_tokens=4)
+    assert sampling_from_proto(generation_pb2.SamplingParams(max_tokens=4)) == SamplingParams(max_tokens=4)
 
 
 def test_bounds_are_met_exactly() -> None:
     spec = spec_from_proto(request(request_id="x" * 512, cache_salt="y" * 256), 1.0)
     assert (len(spec.request_id), len(spec.cache_salt)) == (512, 256)
-    message = generation_pb2.SamplingParams(max_tokens=4, stop_token_ids=bytes(4096))
-    assert len(sampling_from_proto(message).stop_token_ids) == 4096
+    grammar = generation_pb2.Grammar(kind=generation_pb2.GRAMMAR_KIND_LARK, text="x" * MAX_GRAMMAR_BYTES)
+    message = generation_pb2.SamplingParams(
+        max_tokens=4,
+        stop_token_ids=bytes(4096),
+        logit_bias=dict.fromkeys(range(1024), -100.0),
+        logprobs=0,
+        prompt_logprobs=20,
+        grammar=grammar,
+    )
+    read = sampling_from_proto(message)
+    assert len(read.stop_token_ids) == 4096
+    assert read.logit_bias == tuple((token, -100.0) for token in range(1024))
+    assert (read.logprobs, read.prompt_logprobs) == (0, 20)
+    assert read.grammar is not None and read.grammar.kind is GrammarKind.LARK
 
 
 def test_timings_that_are_no_durations_count_as_none() -> None:

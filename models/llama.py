@@ -124,7 +124,19 @@ class LlamaForCausalLM:
 
         Writes the KV of all T tokens. Raises InternalError before init_attention or load_weights.
         """
-        if self._attention is None or self._lm_head is None:
+        return self.logits(self.hidden(input_ids, position_ids, forward_metadata))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What `hidden` returned, or some rows of it [S, hidden_size] -> logits [S, vocab]."""
+        if self._lm_head is None:
+            raise InternalError("logits before load_weights")
+        return self._lm_head(hidden) if hidden.shape[0] else hidden.new_empty(0, self.spec.vocab_size)
+
+    def hidden(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, forward_metadata: ForwardMetaData
+    ) -> torch.Tensor:
+        """The same without the head: final states [S, hidden_size] of the rows that are wanted."""
+        if self._attention is None or not self._layers:
             raise InternalError("forward before load_weights and init_attention")
         ops, spec, attention = self._ops, self.spec, self._attention
         eps, tokens = spec.rms_norm_eps, input_ids.shape[0]
@@ -142,15 +154,15 @@ class LlamaForCausalLM:
                 q, k = ops.rms_norm(q, layer.q_norm, eps), ops.rms_norm(k, layer.k_norm, eps)
             ops.rope_(q, k, cos, sin)
             mixed = attention.forward(i, q, k, v, forward_metadata)
-            if i == last and rows.shape[0] < tokens:  # the rest of the last layer concerns sampled rows alone
+            if i == last and not forward_metadata.wants_all:  # the rest of the last layer concerns wanted rows alone
                 if rows.shape[0] == 0:
-                    return hidden.new_empty(0, spec.vocab_size)
+                    return hidden.new_empty(0, spec.hidden_size)
                 mixed, hidden = mixed.index_select(0, rows), hidden.index_select(0, rows)
             normed = ops.add_rms_norm(hidden, layer.o(mixed), layer.post_norm, eps)
             down = layer.down(layer.gated(normed))
             following = self._final_norm if i == last else self._layers[i + 1].input_norm
             normed = ops.add_rms_norm(hidden, down, following, eps)
-        return self._lm_head(normed)
+        return normed
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):

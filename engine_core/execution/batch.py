@@ -4,24 +4,49 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine_core.execution.forward_metadata import ForwardMetaData, GroupMetaData
-from engine_core.scheduler.step import StepPlan
+from engine_core.scheduler.step import ScheduledSequence, StepPlan
 from engine_core.types.errors import InternalError
+from engine_core.types.ids import SessionId
 from engine_core.types.kv import KvLayout
 from engine_core.types.sampling import SamplingParams
 
+_NOBODY = SessionId(0)
 
-@dataclass(frozen=True, slots=True)
-class DrawRow:
-    """What drawing one token needs beside its logits; `position` is the drawn token's."""
+
+class DrawRow(msgspec.Struct, frozen=True):
+    """What drawing one token needs beside its logits; `position` is the drawn token's.
+
+    `known` are the session's tokens, of which the first `prompt_len` are the prompt's and the first `position` are
+    those before the drawn one. Penalties alone read it.
+    """
 
     params: SamplingParams
     position: int
-    banned: tuple[int, ...]
+    banned: tuple[int, ...] = ()
+    session: SessionId = _NOBODY
+    known: tuple[int, ...] | list[int] = ()
+    prompt_len: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRows:
+    """Prompt positions of one sequence of the plan whose log probabilities are wanted.
+
+    `tokens` stand at positions `position` and on; their logits come out of the wanted rows `first` and on. `top` is
+    the number of best tokens to report.
+    """
+
+    sequence: int
+    position: int
+    tokens: list[int]
+    first: int
+    top: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +54,8 @@ class ForwardBatch:
     """One step, packed. Valid until the builder packs the next one: the buffers are the builder's.
 
     input_ids, position_ids [T] int64. `draws` has one row per sampled sequence, in plan order, and
-    `sampled_sequences` says which sequence of the plan each belongs to.
+    `sampled_sequences` says which sequence of the plan each belongs to. Their rows are the first that the
+    metadata wants; those of `scores` follow.
     """
 
     input_ids: torch.Tensor
@@ -37,6 +63,7 @@ class ForwardBatch:
     metadata: ForwardMetaData
     draws: tuple[DrawRow, ...]
     sampled_sequences: tuple[int, ...]
+    scores: tuple[ScoreRows, ...] = ()
 
 
 class _Buffer:
@@ -66,8 +93,8 @@ class BatchBuilder:
         self._slots = [_Buffer(np.int64) for _ in layout.groups]
 
     def build(self, plan: StepPlan) -> ForwardBatch:
-        """Packs a plan. Raises InternalError when a sequence has no tokens, a token is outside the
-        vocabulary, or a block table is too short or names a block that is not there."""
+        """Packs a plan. Raises InternalError when a sequence has no tokens, a token is outside the vocabulary,
+        a block table is too short or names a block that is not there, or scored positions are not the chunk's."""
         sequences = plan.sequences
         counts = np.fromiter((len(s.token_ids) for s in sequences), np.int64, len(sequences))
         firsts = np.fromiter((s.start for s in sequences), np.int64, len(sequences))
@@ -98,8 +125,12 @@ class BatchBuilder:
         np.subtract(np.arange(total), (starts[:-1] - firsts)[owner], out=positions)
 
         sampled = tuple(i for i, s in enumerate(sequences) if s.sample)
-        rows, rows_t = self._rows.take(len(sampled))
-        rows[:] = starts[1:][list(sampled)] - 1
+        scores = self._scores(sequences, len(sampled))
+        rows, rows_t = self._rows.take(len(sampled) + sum(len(s.tokens) for s in scores))
+        rows[: len(sampled)] = starts[1:][list(sampled)] - 1
+        for score in scores:
+            before = int(starts[score.sequence]) + score.position - 1 - sequences[score.sequence].start
+            rows[score.first : score.first + len(score.tokens)] = np.arange(before, before + len(score.tokens))
 
         groups = tuple(self._group(plan, g, owner, positions, lens) for g in range(len(self._layout.groups)))
         ones = counts == 1
@@ -111,11 +142,29 @@ class BatchBuilder:
             max_seq_len=int(lens.max()),
             sample_rows=rows_t,
             groups=groups,
+            wants_all=len(sampled) == total and not scores,
         )
         draws = tuple(
-            DrawRow(s.sampling, s.start + len(s.token_ids), s.banned_token_ids) for s in sequences if s.sample
+            DrawRow(s.sampling, s.start + len(s.token_ids), s.banned_token_ids, s.session, s.known, s.prompt_len)
+            for s in sequences
+            if s.sample
         )
-        return ForwardBatch(ids_t, positions_t, metadata, draws, sampled)
+        return ForwardBatch(ids_t, positions_t, metadata, draws, sampled, scores)
+
+    def _scores(self, sequences: tuple[ScheduledSequence, ...], first: int) -> tuple[ScoreRows, ...]:
+        scores: list[ScoreRows] = []
+        for i, s in enumerate(sequences):
+            begin, end = s.scored
+            if begin >= end:
+                continue
+            if begin <= s.start or end > min(s.start + len(s.token_ids) + 1, s.prompt_len, len(s.known)):
+                raise InternalError(f"session {s.session} scores [{begin}, {end}), which its chunk does not reach")
+            tokens = list(s.known[begin:end])
+            if min(tokens) < 0 or max(tokens) >= self._vocab_size:
+                raise InternalError(f"session {s.session} scores a token outside the vocabulary of {self._vocab_size}")
+            scores.append(ScoreRows(i, begin, tokens, first, s.sampling.prompt_logprobs or 0))
+            first += len(tokens)
+        return tuple(scores)
 
     def _group(
         self,

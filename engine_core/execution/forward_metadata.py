@@ -26,7 +26,8 @@ class ForwardMetaData:
     query_starts [B + 1] int32: sequence b's tokens are rows query_starts[b] to query_starts[b + 1].
     seq_lens [B] int32: tokens known to sequence b after this step, so its first new token stands at
     seq_lens[b] minus its number of new tokens. The first num_decodes sequences have one new token each.
-    sample_rows [S] int64: rows whose logits are wanted.
+    sample_rows [S] int64: rows whose logits are wanted, sampled ones before scored ones.
+    wants_all: they are all T rows, in order.
     """
 
     num_decodes: int
@@ -36,6 +37,7 @@ class ForwardMetaData:
     max_seq_len: int
     sample_rows: torch.Tensor
     groups: tuple[GroupMetaData, ...]
+    wants_all: bool = False
 
     @property
     def num_sequences(self) -> int:

@@ -15,19 +15,22 @@ from engine_core import plugins
 from engine_core.config import InferenceConfig
 from engine_core.execution.attention.base import group_tensor
 from engine_core.execution.batch import BatchBuilder, ForwardBatch
-from engine_core.execution.sampler import DrawError, Sampler, choose_sampler
+from engine_core.execution.masks import MaskSource, NoMasks
+from engine_core.execution.sampler import Sampler, choose_sampler
 from engine_core.platforms.base import Platform
 from engine_core.scheduler.step import ScheduledSequence, SequenceFailure, StepPlan, StepResult
 from engine_core.types.digest import tokenizer_digest
 from engine_core.types.errors import ConfigError, InternalError
 from engine_core.types.ids import SessionId
 from engine_core.types.kv import KvGroupLayout, KvGroupSpec, KvLayout
-from engine_core.types.sampling import SamplingParams
+from engine_core.types.sampling import SamplingParams, TokenLogprobs
 
 HEADER_BYTES = 4096
 """The region's first page belongs to who made it; groups start behind it, each on a page."""
 
 _SMALL_MODEL = 4_000_000
+_SCORE_BYTES = 32 << 20
+"""Logits of scored rows that are in memory at a time."""
 _TORCH_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -52,6 +55,7 @@ class ModelWorker:
         self._info: ModelInfo | None = None
         self._builder: BatchBuilder | None = None
         self._sampler: Sampler = choose_sampler(name)
+        self._masks: MaskSource = NoMasks()
 
     def load(self) -> ModelInfo:
         """Loads the model. Raises ConfigError in one line naming the file, field or tensor."""
@@ -143,39 +147,63 @@ class ModelWorker:
             self.execute(StepPlan(step=0, sequences=(sequence,) * sequences))
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Runs one step. Numbers that are none fail the sequences that they came out for. Raises InternalError
-        when the plan is broken."""
+        """Runs one step. Numbers that are none fail the sequences that they came out for, and so does a grammar
+        that can't be followed. Raises InternalError when the plan is broken."""
         began = time.perf_counter()
         if self._builder is None:
             raise InternalError("execute before bind_kv")
         if not plan.sequences:
             return StepResult(step=plan.step, sampled=())
         batch = self._builder.build(plan)
+        self._masks.start(plan)
         forward_began = time.perf_counter()
-        logits = self._forward(batch)
-        forward_ended = time.perf_counter()
+        with torch.inference_mode():
+            hidden = self._model.hidden(batch.input_ids, batch.position_ids, batch.metadata)
+            logits = self._model.logits(hidden[: len(batch.draws)])
+            forward_ended = time.perf_counter()
+            failures: dict[int, str] = {}
+            prompt_logprobs = self._score(batch, hidden, len(plan.sequences), failures)
+        masks, problems = self._masks.collect()
+        failures.update(problems)
         sampled = [-1] * len(plan.sequences)
-        failures: tuple[SequenceFailure, ...] = ()
+        logprobs: list[TokenLogprobs | None] = [None] * len(plan.sequences)
         if batch.draws:
-            try:
-                tokens = self._sampler.sample(logits, batch.draws)
-            except DrawError as exc:  # those rows alone: the engine lives
-                tokens = exc.tokens
-                failures = tuple(SequenceFailure(batch.sampled_sequences[i], why) for i, why in exc.problems.items())
-            for index, token in zip(batch.sampled_sequences, tokens, strict=True):
-                sampled[index] = token
+            at = batch.sampled_sequences
+            drawn = self._sampler.sample(logits, batch.draws, {r: masks[i] for r, i in enumerate(at) if i in masks})
+            failures.update((at[row], why) for row, why in drawn.problems.items() if at[row] not in failures)
+            for index, token, report in zip(at, drawn.tokens, drawn.logprobs, strict=True):
+                if index not in failures:
+                    sampled[index], logprobs[index] = token, report
         return StepResult(
             step=plan.step,
             sampled=tuple(sampled),
-            failures=failures,
+            failures=tuple(SequenceFailure(index, why) for index, why in sorted(failures.items())),
             seconds=time.perf_counter() - began,
             forward_seconds=forward_ended - forward_began,
+            logprobs=tuple(logprobs) if any(report is not None for report in logprobs) else (),
+            prompt_logprobs=prompt_logprobs,
         )
 
-    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
-        with torch.inference_mode():
-            logits: torch.Tensor = self._model.forward(batch.input_ids, batch.position_ids, batch.metadata)
-        return logits
+    def _score(
+        self, batch: ForwardBatch, hidden: torch.Tensor, sequences: int, failures: dict[int, str]
+    ) -> tuple[tuple[TokenLogprobs, ...], ...]:
+        """Log probabilities of prompt positions, in slices: all rows' logits at once may be gigabytes."""
+        if not batch.scores:
+            return ()
+        found: list[tuple[TokenLogprobs, ...]] = [()] * sequences
+        rows = max(1, _SCORE_BYTES // (4 * self._loaded().vocab_size))
+        for score in batch.scores:
+            reports: list[TokenLogprobs] = []
+            try:
+                for i in range(0, len(score.tokens), rows):
+                    tokens = score.tokens[i : i + rows]
+                    logits = self._model.logits(hidden[score.first + i : score.first + i + len(tokens)])
+                    reports += self._sampler.score(logits, tokens, score.position + i, score.top)
+            except InternalError as exc:  # this sequence alone
+                failures[score.sequence] = exc.message
+            else:
+                found[score.sequence] = tuple(reports)
+        return tuple(found)
 
     def _loaded(self) -> ModelInfo:
         if self._info is None:

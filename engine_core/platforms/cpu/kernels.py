@@ -16,7 +16,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "pdmesh_norm": (_I, _P, _P, _P, _P, _L, _L, _F, _I),
     "pdmesh_rope": (_I, _P, _P, _P, _P, _L, _L, _L, _L, _I),
     "pdmesh_silu_mul": (_I, _P, _P, _L, _I),
-    "pdmesh_sample": (_P, _L, _L, _P, _P, _P, _P, _P, _P, _P, _P, _I),
+    "pdmesh_sample": (_P, _L, _L, _P, _P, _P, _P, _P, _P, _L, _I),
+    "pdmesh_score": (_P, _L, _L, _P, _L, _P, _P, _P, _P, _I),
 }
 IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 """The kernels' name for a data type; other types are not theirs."""
@@ -39,3 +40,4 @@ class Kernels:
         self.rope = library.pdmesh_rope
         self.silu_mul = library.pdmesh_silu_mul
         self.sample = library.pdmesh_sample
+        self.score = library.pdmesh_score

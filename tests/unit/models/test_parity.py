@@ -105,7 +105,8 @@ def test_float32_logits_are_close_to_transformers(tmp_path: Path) -> None:
     from engine_core.scheduler.step import StepPlan
 
     batch = worker._builder.build(StepPlan(1, (stream.part(70),)))
-    got = worker._forward(batch)[0]
+    with torch.inference_mode():
+        got = worker._model.forward(batch.input_ids, batch.position_ids, batch.metadata)[0]
     torch.testing.assert_close(got, hf_reference.logits(model, prompt)[-1], atol=2e-3, rtol=1e-4)
 
 

@@ -1,7 +1,8 @@
 """The prefill half of a decode session: one Prefill stream, relayed into frames of the session.
 
     run()          opens the stream, turns Started, FirstToken and Delivered into LegStarted, LegToken and
-                   LegDelivered; whatever ends it before it is done becomes LegFailed, once
+                   LegDelivered; whatever ends it before it is done becomes LegFailed, once. PromptLogprobs go to
+                   the session's own stream at once, past the engine: the token, which comes from there, is later
     send_ticket()  writes the engine's ticket onto the stream, after Started
     cancel()       cancels the stream at once; prefill aborts its session
 
@@ -18,12 +19,14 @@ import grpc
 from engine_core.host import frames
 from engine_core.types.errors import InternalError, Leg, PdmeshError, PeerFailedError
 from engine_core.types.kv import Ticket
+from engine_core.types.sampling import TokenLogprobs
 from pdmesh.prefill.v1 import prefill_service_pb2, prefill_service_pb2_grpc
 from services.runtime.channels import ChannelPool
 from services.runtime.errors import from_rpc_error, to_error_info
 from services.runtime.streams import Duplex
 from services.wire.bootstrap import RankRow
 from services.wire.generation import seconds_left, spec_to_proto, timings_from_proto
+from services.wire.logprobs import PromptPositions, logprobs_from_proto
 from services.wire.transfer import shard_counts_from_proto, ticket_to_proto
 from services.worker.identity import WorkerIdentity
 from services.worker.observed import Metadata
@@ -50,6 +53,11 @@ class PrefillLeg:
         self._metadata = metadata
         self._call: _Call | None = None
         self._cancelled = False
+        spec = opened.spec
+        self._sampling = spec.sampling
+        self._prompt = PromptPositions(
+            len(spec.prompt_token_ids), Leg.PREFILL, asked=spec.sampling.prompt_logprobs is not None
+        )
         self.failure: PdmeshError | None = None
         """What run() ended with."""
 
@@ -117,15 +125,19 @@ class PrefillLeg:
                 self._handle.send(frames.LegStarted(session=session))
             case "first_token":
                 token = message.first_token
+                self._prompt.tokens_begin()
                 self._handle.send(
                     frames.LegToken(
                         session=session,
                         token_id=token.token_id,
                         cached_tokens=token.cached_tokens,
                         timings=timings_from_proto(token.timings),
+                        logprobs=self._logprobs(token),
                     )
                 )
                 return self._opened.without_transfer
+            case "prompt_logprobs":
+                self._scores(message.prompt_logprobs)
             case "delivered":
                 done = message.delivered
                 self._handle.send(
@@ -139,3 +151,16 @@ class PrefillLeg:
             case other:
                 raise InternalError(f"prefill sent a message of unknown kind {other}", leg=Leg.PREFILL)
         return False
+
+    def _logprobs(self, token: prefill_service_pb2.FirstToken) -> TokenLogprobs | None:
+        asked = self._sampling.logprobs
+        if token.HasField("logprobs") != (asked is not None):
+            wrong = "without" if asked is not None else "with"
+            raise InternalError(f"prefill sent its token {wrong} log probabilities", leg=Leg.PREFILL, reason="LOGPROBS")
+        return None if asked is None else logprobs_from_proto(token.logprobs, asked, Leg.PREFILL)
+
+    def _scores(self, scores: prefill_service_pb2.PromptLogprobs) -> None:
+        self._prompt.take(scores.first_position, len(scores.positions))
+        most = self._sampling.prompt_logprobs or 0
+        positions = tuple(logprobs_from_proto(position, most, Leg.PREFILL) for position in scores.positions)
+        self._handle.give(frames.PromptLogprobs(self._handle.session, scores.first_position, positions))

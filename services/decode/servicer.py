@@ -7,6 +7,7 @@ The life of a stream:
                    registered a moment ago); the pair's link is there or is negotiated
     Open           to the engine, which queues, and says OpenLeg once the prompt may be computed
     OpenLeg        the prefill leg runs beside; SendTicket goes out on its stream
+    PromptLogprobs from the engine that computed the prompt: this one's, or by the leg; before the first token
     Outputs        one message per step, or one for all that waited for a slow reader
     the end        finish: OK; error: its status; a cancel: both legs end
 
@@ -27,12 +28,14 @@ from pdmesh.common.v1 import identity_pb2
 from pdmesh.decode.v1 import decode_service_pb2, decode_service_pb2_grpc
 from services.decode.peers import PrefillPeers
 from services.decode.prefill_leg import PrefillLeg
+from services.decode.replies import output_messages, prompt_messages
 from services.runtime.channels import ChannelPool
 from services.runtime.errors import from_error_info
 from services.runtime.tasks import TaskOwner
 from services.wire.bootstrap import RankRow
 from services.wire.common import MAX_ENDPOINT, checked_text
-from services.wire.generation import finish_to_proto, monotonic_deadline, seconds_left, spec_from_proto
+from services.wire.generation import monotonic_deadline, seconds_left, spec_from_proto
+from services.wire.logprobs import PromptPositions
 from services.worker.engine_client import EngineClient
 from services.worker.identity import WorkerIdentity
 from services.worker.links import DecodeLinks
@@ -147,6 +150,11 @@ class _Relay:
         self._leg_task: asyncio.Task[None] | None = None
         self._first_index = self._next_index = len(spec.emitted_token_ids)
         self._decoding = False
+        sampling = spec.sampling
+        self._wants_logprobs = sampling.logprobs is not None
+        self._prompt = PromptPositions(
+            len(spec.prompt_token_ids), Leg.DECODE, asked=sampling.prompt_logprobs is not None
+        )
 
     async def relay(self, context: _Context) -> None:
         """Returns after the output's finish. Raises the engine's error, InternalError on a gap or overlap,
@@ -157,6 +165,10 @@ class _Relay:
                 case frames.SessionOutput():
                     if await self._output(item, context):
                         return
+                case frames.PromptLogprobs():
+                    self._prompt.take(item.first_position, len(item.positions))
+                    for message in prompt_messages(item):
+                        await context.write(message)
                 case frames.OpenLeg() if self._leg is not None and self._leg_task is None:
                     self._leg_task = self._tasks.spawn(self._leg.run(), f"leg {self._handle.session}")
                 case frames.SendTicket() if self._leg is not None:
@@ -182,7 +194,7 @@ class _Relay:
                 )
 
     async def _output(self, output: frames.SessionOutput, context: _Context) -> bool:
-        """Writes one message; True when it was the last."""
+        """Writes what is new; True when it was the last."""
         if output.token_ids:
             if output.first_index != self._next_index:
                 kind = "gap" if output.first_index > self._next_index else "overlap"
@@ -191,16 +203,17 @@ class _Relay:
                     leg=Leg.DECODE,
                     reason="OUTPUT_GAP",
                 )
+            self._prompt.tokens_begin()
+            if len(output.logprobs) != (len(output.token_ids) if self._wants_logprobs else 0):
+                raise InternalError(
+                    f"{len(output.logprobs)} log probabilities came with {len(output.token_ids)} tokens",
+                    leg=Leg.DECODE,
+                    reason="LOGPROBS",
+                )
             self._next_index += len(output.token_ids)
             # Token 1 may be prefill's; whoever has it may still wait for KV or a place in the batch.
             self._decoding = self._next_index > self._first_index + 1
-        if output.token_ids or output.finish is not None:
-            message = decode_service_pb2.GenerateResponse(
-                first_index=self._next_index - len(output.token_ids),
-                token_ids=output.token_ids,
-                cached_tokens=output.cached_tokens,
-                finished=finish_to_proto(output.finish) if output.finish is not None else None,
-            )
+        for message in output_messages(output):
             await context.write(message)
         if output.error is not None:
             raise await self._why(from_error_info(output.error))

@@ -6,6 +6,7 @@ The life of a stream:
                      proved that the link is its own; OpenPrefill goes to the engine
     Started          the prompt's blocks are reserved; the caller answers with its ticket
     ticket arrives   read while events are written; TicketArrived goes to the engine
+    PromptLogprobs   as chunks are computed, where asked for
     FirstToken       without transfer the stream ends here, OK
     Delivered        the stream ends, OK
     any other end    the caller's cancel, an error, a deadline: EndSession tells the engine
@@ -29,6 +30,7 @@ from services.prefill.peers import DecodePeers
 from services.runtime.errors import from_error_info
 from services.runtime.tasks import TaskOwner
 from services.wire.generation import monotonic_deadline, seconds_left, spec_from_proto, timings_to_proto
+from services.wire.logprobs import logprobs_to_proto, pieces
 from services.wire.transfer import shard_count_to_proto, ticket_from_proto
 from services.worker.engine_client import EngineClient
 from services.worker.identity import WorkerIdentity
@@ -109,11 +111,18 @@ class PrefillServicer(prefill_service_pb2_grpc.PrefillServiceServicer):
                 case frames.Started():
                     message = prefill_service_pb2.Started(cached_tokens=item.cached_tokens)
                     await context.write(Response(started=message))
+                case frames.PromptLogprobs():
+                    for first, positions in pieces(item.first_position, item.positions):
+                        scores = prefill_service_pb2.PromptLogprobs(
+                            first_position=first, positions=[logprobs_to_proto(position) for position in positions]
+                        )
+                        await context.write(Response(prompt_logprobs=scores))
                 case frames.FirstToken():
                     token = prefill_service_pb2.FirstToken(
                         token_id=item.token_id,
                         cached_tokens=item.cached_tokens,
                         timings=timings_to_proto(item.timings),
+                        logprobs=None if item.logprobs is None else logprobs_to_proto(item.logprobs),
                     )
                     await context.write(Response(first_token=token))
                     if opened.without_transfer:

@@ -422,6 +422,7 @@ class EngineClient:
                 frames.OpenLeg()
                 | frames.SendTicket()
                 | frames.Started()
+                | frames.PromptLogprobs()
                 | frames.FirstToken()
                 | frames.Delivered()
                 | frames.SessionFailed()

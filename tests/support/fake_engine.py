@@ -1,8 +1,9 @@
 """An engine process without an engine: speaks engine_core/host/frames.py and echoes prompts.
 
 Run as `python tests/support/fake_engine.py --script JSON --fd N`, where the real one would be. Output
-token i is prompt[i % len(prompt)]. Links are real unix sockets between two fakes. Every frame that
-arrives is written to the journal file as one line "FrameName room.attempt", so that tests can count.
+token i is prompt[i % len(prompt)], with the log probabilities of scored() where they are asked for. Links are
+real unix sockets between two fakes. Every frame that arrives is written to the journal file as one line
+"FrameName room.attempt", so that tests can count.
 
 What a session does beside that, its request_id says, as "ACTION:POINT":
 
@@ -10,6 +11,7 @@ What a session does beside that, its request_id says, as "ACTION:POINT":
     die      kill -9 oneself                          mute    send no frame at all any more (stats neither)
     gap      leave out one token                      burst   send all tokens as one frame each, at once
     stick    stay there and call it work                overflow  call the whole pool quarantined for too long
+    omit     leave out log probabilities: of the "first" token, of a prompt "position", of an "output"
 
 Points: p.open p.started p.token (prefill: before Started, FirstToken, Delivered),
 d.open d.started d.token d.decoding (decode: before OpenLeg, SendTicket, the first output, the third one).
@@ -47,6 +49,7 @@ from engine_core.types.kv import (
     TransferDescriptor,
 )
 from engine_core.types.request import Finish, FinishReason, GenerateSpec, StageTimings
+from engine_core.types.sampling import TokenLogprobs
 
 BLOCK = 16
 PARTS = {"model": "echo", "tokenizer": "tok", "block_size": str(BLOCK)}
@@ -64,6 +67,12 @@ def echo(prompt: tuple[int, ...], index: int) -> int:
     return prompt[index % len(prompt)]
 
 
+def scored(token: int, place: int, best: int | None) -> TokenLogprobs:
+    """Log probabilities of output token, or prompt position, `place`."""
+    top = tuple((token + i, -float(place + i)) for i in range(best or 0))
+    return TokenLogprobs(token, -float(place), 1, top)
+
+
 class _Session:
     def __init__(self, spec: GenerateSpec, without_transfer: bool, link_id: int) -> None:
         self.spec, self.without_transfer, self.link_id = spec, without_transfer, link_id
@@ -72,6 +81,10 @@ class _Session:
         self.got_token = False
         action, _, self.point = spec.request_id.partition(":")
         self.action = action if self.point else ""
+
+    def omits(self, what: str) -> bool:
+        """True when log probabilities of that kind are to be left out."""
+        return self.action == "omit" and self.point == what
 
 
 class FakeEngine:
@@ -230,6 +243,7 @@ class FakeEngine:
         if frame.remote:
             self._send(frames.OpenLeg(session=frame.spec.session))
         else:
+            self._scores(session)
             session.decoding = True
 
     def _leg(self, session: _Session, frame: Any) -> None:
@@ -265,9 +279,18 @@ class FakeEngine:
     def _first_token(self, session: _Session) -> None:
         token = echo(session.spec.prompt_token_ids, session.next_index)
         timings = StageTimings(queued=0.25, computing=0.5)
-        self._send(
-            frames.FirstToken(session=session.spec.session, token_id=token, cached_tokens=BLOCK, timings=timings)
-        )
+        best = session.spec.sampling.logprobs
+        logprobs = None if best is None or session.omits("first") else scored(token, session.next_index, best)
+        self._scores(session)
+        self._send(frames.FirstToken(session.spec.session, token, BLOCK, timings, logprobs))
+
+    def _scores(self, session: _Session) -> None:
+        """Prompt positions, each in a frame of its own."""
+        prompt, best = session.spec.prompt_token_ids, session.spec.sampling.prompt_logprobs
+        for position in range(1, len(prompt) if best is not None else 1):
+            if not (session.omits("position") and position == 2):
+                found = (scored(prompt[position], position, best),)
+                self._send(frames.PromptLogprobs(session.spec.session, position, found))
 
     def _output(self, session: _Session, tokens: tuple[int, ...]) -> None:
         first = session.next_index
@@ -277,7 +300,11 @@ class FakeEngine:
             session.decoding = False
             path = "pd" if session.link_id or session.without_transfer else "local"
             finish = Finish(reason=FinishReason.LENGTH, cached_tokens=BLOCK, path=path, transport="shm")
-        output = frames.SessionOutput(session.spec.session, first, tokens, finish=finish)
+        best = session.spec.sampling.logprobs
+        logprobs = () if best is None else tuple(scored(t, i, best) for i, t in enumerate(tokens, first))
+        if session.omits("output"):
+            logprobs = logprobs[1:]
+        output = frames.SessionOutput(session.spec.session, first, tokens, finish=finish, logprobs=logprobs)
         self._send(frames.Outputs(outputs=(output,)))
 
     def _step(self) -> None:

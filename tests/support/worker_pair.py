@@ -112,7 +112,7 @@ class Pair:
             request_id=request_id,
             prompt_token_ids=more.pop("prompt", PROMPT),
             emitted_token_ids=more.pop("emitted", ()),
-            sampling=generation_pb2.SamplingParams(max_tokens=max_tokens, seed=1),
+            sampling=generation_pb2.SamplingParams(max_tokens=max_tokens, seed=1, **more.pop("sampling", {})),
             arrival_unix_ms=1,
             fingerprint=more.pop("fingerprint", ""),
         )
@@ -131,6 +131,9 @@ class Pair:
         tokens: list[int] = []
         last = None
         async for message in self.stub().Generate(request, timeout=timeout):
+            if message.prompt_logprobs:
+                assert not tokens and not message.token_ids
+                continue
             assert message.first_index == len(request.request.emitted_token_ids) + len(tokens)
             tokens.extend(message.token_ids)
             last = message

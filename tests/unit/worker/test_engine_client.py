@@ -18,8 +18,8 @@ from engine_core.lifecycle.machine import Move
 from engine_core.types.errors import ConfigError, FencedError, InternalError, Leg, UnavailableError
 from engine_core.types.ids import Incarnation, SessionId
 from engine_core.types.kv import KvLayout
-from engine_core.types.request import FinishReason, GenerateSpec
-from engine_core.types.sampling import SamplingParams
+from engine_core.types.request import Finish, FinishReason, GenerateSpec
+from engine_core.types.sampling import SamplingParams, TokenLogprobs
 from services.worker.engine_client import EngineClient
 from services.worker.session_handle import MAX_ITEMS, SessionHandle
 from tests.support import fake_engine
@@ -246,6 +246,64 @@ async def test_failure_keeps_tokens_and_drops_control() -> None:
     handle.fail(UnavailableError("gone"))
     handle.give(_out(2, 7))
     assert await handle.next() == _out(0, 5, 6)
+    with pytest.raises(UnavailableError):
+        await handle.next()
+
+
+def _scores(first: int, count: int = 1) -> frames.PromptLogprobs:
+    return frames.PromptLogprobs(
+        SessionId(1), first, tuple(TokenLogprobs(i, -1.0, 1) for i in range(first, first + count))
+    )
+
+
+async def test_many_prompt_positions_wait_as_one_item() -> None:
+    handle, _, _ = _handle()
+    handle.give(frames.Started(session=SessionId(1)))
+    for first in range(1, 50 * MAX_ITEMS):
+        handle.give(_scores(first))
+    assert handle.merged == 50 * MAX_ITEMS - 2
+    assert isinstance(await handle.next(), frames.Started)
+    handle.give(_scores(50 * MAX_ITEMS))
+    assert await handle.next() == _scores(1, 50 * MAX_ITEMS)
+    handle.give(_scores(50 * MAX_ITEMS + 1, 2))
+    handle.give(frames.OpenLeg(session=SessionId(1)))
+    handle.give(_scores(50 * MAX_ITEMS + 3))
+    assert await handle.next() == _scores(50 * MAX_ITEMS + 1, 2)
+    assert isinstance(await handle.next(), frames.OpenLeg)
+    assert await handle.next() == _scores(50 * MAX_ITEMS + 3)
+
+
+async def test_positions_with_a_gap_are_not_merged_and_are_bounded() -> None:
+    handle, _, _ = _handle()
+    handle.give(_scores(1))
+    handle.give(_scores(3))
+    assert await handle.next() == _scores(1)
+    for first in range(5, 5 + 2 * MAX_ITEMS + 2, 2):
+        handle.give(_scores(first))
+    for first in (3, *range(5, 3 + 2 * MAX_ITEMS, 2)):
+        assert await handle.next() == _scores(first)
+    with pytest.raises(InternalError):
+        await handle.next()
+
+
+async def test_merged_tokens_keep_what_belongs_to_them() -> None:
+    handle, _, _ = _handle()
+    each = [TokenLogprobs(i, -1.0, 1) for i in range(4)]
+    for i in range(3):
+        handle.give(_out(i, i, logprobs=(each[i],)))
+    handle.give(_out(3, 3, logprobs=(each[3],), finish=Finish(FinishReason.LENGTH)))
+    assert await handle.next() == _out(0, 0, 1, 2, 3, logprobs=tuple(each), finish=Finish(FinishReason.LENGTH))
+
+
+async def test_failure_keeps_positions_before_the_tokens_that_it_keeps() -> None:
+    handle, _, _ = _handle()
+    handle.give(_scores(1))
+    handle.give(_scores(2))
+    handle.give(frames.Started(session=SessionId(1)))
+    handle.give(_out(0, 5))
+    handle.fail(UnavailableError("gone"))
+    assert await handle.next() == _scores(1, 2)
+    assert await handle.next() == _out(0, 5)
     with pytest.raises(UnavailableError):
         await handle.next()
 

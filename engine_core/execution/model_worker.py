@@ -33,6 +33,11 @@ _SCORE_BYTES = 32 << 20
 """Logits of scored rows that are in memory at a time."""
 _TORCH_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
+_EVERYTHING = SamplingParams(
+    max_tokens=1, temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, frequency_penalty=0.1, presence_penalty=0.1,
+    repetition_penalty=1.1, logit_bias=((0, 0.1),), logprobs=5, prompt_logprobs=5,
+)  # fmt: skip
+
 
 class ModelInfo(msgspec.Struct, frozen=True):
     """What loading found out."""
@@ -130,11 +135,15 @@ class ModelWorker:
         self._builder = BatchBuilder(layout, info.vocab_size)
 
     def warm_up(self) -> None:
-        """Runs one prefill-sized and one decode-sized step into the null block, so that the first request
-        finds threads, kernels and pages ready."""
+        """Runs one prefill-sized step, one decode-sized and one that draws and reports in every way into the null
+        block, so that the first request finds threads, kernels and pages ready."""
         info, scheduler = self._loaded(), self._config.scheduler
         tokens = min(scheduler.max_batch_tokens, info.max_model_len)
-        for count, sequences in ((tokens, 1), (1, min(scheduler.max_running, 4))):
+        running = min(scheduler.max_running, 4)
+        plain = SamplingParams(max_tokens=1)
+        for count, sequences, sampling in ((tokens, 1, plain), (1, running, plain), (2, running, _EVERYTHING)):
+            if count > info.max_model_len:
+                continue
             blocks = [0] * -(-count // scheduler.block_size)
             sequence = ScheduledSequence(
                 session=SessionId(0),
@@ -142,7 +151,10 @@ class ModelWorker:
                 start=0,
                 block_ids=tuple(blocks for _ in info.kv_groups),
                 sample=True,
-                sampling=SamplingParams(max_tokens=1),
+                sampling=sampling,
+                known=[0] * count,
+                prompt_len=count,
+                scored=(0, 0) if sampling.prompt_logprobs is None else (1, count),
             )
             self.execute(StepPlan(step=0, sequences=(sequence,) * sequences))
 

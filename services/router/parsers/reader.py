@@ -1,0 +1,245 @@
+"""What the parsers are made of: a reader over text that comes in pieces.
+
+A format is written as a generator that reads from the front to the end, as if all text were there; where there is no
+more, it yields and goes on with the next piece. Where it may turn out to be wrong it can go back:
+
+    reader.hold()             a call may begin here
+    …                         reading on; nothing goes out
+    reader.begin(name)        it is one; what was read for it is done with
+    reader.rewind()           or it is none: read the same again, as content
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from functools import cache
+from typing import TypeVar
+
+from services.router.parsers.base import Content, Part, ToolCallArguments, ToolCallBegin
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""Reading that may have to wait for text; returns a T."""
+
+_SPACE = frozenset(" \t\r\n")
+
+
+class Reader:
+    """The text that is there, how far it is read, and the parts that are certain."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        """Where to read on in `text`."""
+        self.ended = False
+        """True when no more text comes."""
+        self._held = -1
+        """Where to go back to, -1 for nowhere. Text from here on is not dropped."""
+        self.calls = 0
+        """Calls that have begun."""
+        self._parts: list[Part] = []
+        self._blank = ""
+        """White space before the first content, or since the last call: not shown when a call follows."""
+        self._is_blank = True
+
+    # ---- in ---------------------------------------------------------------------------------------
+
+    def add(self, text: str) -> None:
+        """Takes the next text."""
+        drop = self.at if self._held < 0 else self._held
+        self.text = self.text[drop:] + text
+        self.at -= drop
+        if self._held >= 0:
+            self._held -= drop
+
+    def hold(self, before: int = 0) -> None:
+        """Remembers this place, or the one `before` characters ago, to go back to."""
+        self._held = self.at - before
+
+    def rewind(self) -> None:
+        """Goes back to the place that is held."""
+        self.at = self._held
+        self._held = -1
+
+    def release(self) -> None:
+        """There is no way back any more."""
+        self._held = -1
+
+    def peek(self) -> Steps[str]:
+        """The next character, "" at the end."""
+        while self.at >= len(self.text):
+            if self.ended:
+                return ""
+            yield
+        return self.text[self.at]
+
+    def space(self) -> Steps[str]:
+        """Reads over white space; returns the character behind it, "" at the end."""
+        while True:
+            char = yield from self.peek()
+            if char == "" or char not in _SPACE:
+                return char
+            self.at += 1
+
+    def literal(self, literal: str) -> Steps[bool]:
+        """Reads `literal` if it is next; else nothing."""
+        while True:
+            here = self.text[self.at : self.at + len(literal)]
+            if here == literal:
+                self.at += len(literal)
+                return True
+            if self.ended or not literal.startswith(here):
+                return False
+            yield
+
+    def one_of(self, literals: Sequence[str]) -> Steps[str]:
+        """Reads whichever literal is next; "" when none is. None may begin with another."""
+        while True:
+            rest = self.text[self.at : self.at + max(map(len, literals))]
+            for literal in literals:
+                if rest.startswith(literal):
+                    self.at += len(literal)
+                    return literal
+            if self.ended or not any(literal.startswith(rest) for literal in literals):
+                return ""
+            yield
+
+    def until(self, marks: Sequence[str], out: Callable[[str], None]) -> Steps[str]:
+        """Gives all text before the next mark to `out` and reads the mark; returns it, "" at the end.
+
+        Holds back no more than the longest suffix that could begin a mark.
+        """
+        pattern = _any_of(tuple(marks))
+        while True:
+            found = pattern.search(self.text, self.at)
+            if found is not None:
+                self._give(found.start(), out)
+                self.at = found.end()
+                return found.group()
+            end = len(self.text)
+            self._give(end if self.ended else end - held_back(self.text, self.at, marks), out)
+            if self.ended:
+                return ""
+            yield
+
+    def matching(self, chars: re.Pattern[str], limit: int) -> Steps[str]:
+        """Reads characters that match, at most `limit`."""
+        found = ""
+        while len(found) < limit:
+            char = yield from self.peek()
+            if not char or not chars.match(char):
+                break
+            self.at += 1
+            found += char
+        return found
+
+    def _give(self, end: int, out: Callable[[str], None]) -> None:
+        if end > self.at:
+            out(self.text[self.at : end])
+            self.at = end
+
+    # ---- out --------------------------------------------------------------------------------------
+
+    def content(self, text: str) -> None:
+        """Text for the user."""
+        if self._is_blank:
+            self._blank += text
+            if not text.strip():
+                return
+            text, self._blank, self._is_blank = self._blank, "", False
+        self.part(Content(text))
+
+    def begin(self, name: str, call_id: str = "") -> None:
+        """A call begins; what was read for it may be dropped."""
+        self.release()
+        self._blank, self._is_blank = "", True
+        self.part(ToolCallBegin(self.calls, name, call_id))
+        self.calls += 1
+
+    def arguments(self, text: str) -> None:
+        """More of the last call's arguments."""
+        if text:
+            self.part(ToolCallArguments(self.calls - 1, text))
+
+    def end(self) -> None:
+        """The output is over: white space that nothing followed is content where no call was made."""
+        if self._blank and not self.calls:
+            self.part(Content(self._blank))
+        self._blank = ""
+
+    def part(self, part: Part) -> None:
+        """One more part."""
+        self._parts.append(part)
+
+    def take(self) -> list[Part]:
+        """The parts since the last time; pieces of content that follow each other are one."""
+        parts, self._parts = self._parts, []
+        return joined(parts)
+
+
+class SteppedParser(ABC):
+    """A parser whose format is a generator over a reader."""
+
+    def __init__(self) -> None:
+        self.reader = Reader()
+        self._steps = self._run()
+        self._over = False
+
+    @abstractmethod
+    def read(self) -> Steps[None]:
+        """Reads the whole output."""
+
+    def push(self, text: str) -> list[Part]:
+        """See OutputParser."""
+        self.reader.add(text)
+        self._step()
+        return self.reader.take()
+
+    def finish(self) -> list[Part]:
+        """See OutputParser."""
+        self.reader.ended = True
+        self._step()
+        return self.reader.take()
+
+    def _step(self) -> None:
+        if not self._over:
+            self._over = next(self._steps, True) is True
+
+    def _run(self) -> Generator[None, None, None]:
+        reader = self.reader
+        yield from self.read()
+        yield from reader.until((), reader.content)  # what the format leaves over
+        reader.end()
+
+
+def joined(parts: Sequence[Part]) -> list[Part]:
+    """The same parts, with neighbours of one kind as one."""
+    out: list[Part] = []
+    for part in parts:
+        last = out[-1] if out else None
+        if isinstance(part, ToolCallArguments) and isinstance(last, ToolCallArguments) and last.index == part.index:
+            out[-1] = ToolCallArguments(part.index, last.text + part.text)
+        elif not isinstance(part, ToolCallArguments | ToolCallBegin) and last is not None and type(part) is type(last):
+            out[-1] = type(part)(last.text + part.text)
+        else:
+            out.append(part)
+    return out
+
+
+def held_back(text: str, start: int, marks: Sequence[str]) -> int:
+    """The length of the longest suffix of text[start:] that could begin a mark."""
+    longest = min(len(text) - start, max(map(len, marks), default=1) - 1)
+    for length in range(longest, 0, -1):
+        tail = text[-length:]
+        if any(mark.startswith(tail) for mark in marks):
+            return length
+    return 0
+
+
+@cache
+def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
+    if not marks:
+        return re.compile(r"(?!)")
+    return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))

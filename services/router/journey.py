@@ -57,6 +57,7 @@ from services.router.placement import Placement
 from services.router.poison import CLEARED_AFTER, GREEDY, Evidence
 from services.router.retry import Attempts, backoff, charged, handed_back
 from services.router.rooms import route_of
+from services.router.scores import Scores
 from services.router.trace import Trace
 from services.runtime.errors import from_rpc_error
 from services.wire.bootstrap import RankRow, peer_to_proto
@@ -131,6 +132,10 @@ class Journey:
         self._mesh, self._spec, self._trace = mesh, spec, trace
         self.room = mint_room()
         self._output: OutputText | None = None
+        options = spec.options
+        self._scores = Scores(
+            spec.prompt_token_ids, options.logprobs, options.prompt_logprobs, mesh.tokenizer.vocab_size
+        )
         self._received = 0
         self._attempt = 0
         self._since = 0
@@ -317,6 +322,13 @@ class Journey:
             min_tokens=min(options.min_tokens, self._limit),
             stop_token_ids=options.stop_token_ids,
             ignore_eos=options.ignore_eos,
+            frequency_penalty=options.frequency_penalty,
+            presence_penalty=options.presence_penalty,
+            repetition_penalty=options.repetition_penalty,
+            logit_bias=options.logit_bias,
+            logprobs=options.logprobs,
+            prompt_logprobs=self._scores.begin_attempt(),
+            grammar=options.grammar,
         )
         spec = GenerateSpec(
             session=SessionId(self.room, self._attempt),
@@ -350,19 +362,28 @@ class Journey:
             message = await call.read()
             if message is grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
                 raise PeerFailedError("the decode worker ended the stream without an end of the output", leg=Leg.DECODE)
+            if message.prompt_logprobs:
+                self._scores.take_prompt(message.prompt_first_position, message.prompt_logprobs)
             ids = message.token_ids
             finish = finish_from_proto(message.finished) if message.HasField("finished") else None
-            text = ""
+            if not ids and finish is None:
+                continue
+            text, logprobs = "", list[TokenLogprobs]()
             before = len(output.token_ids)
             if ids:
+                logprobs = self._scores.read(ids, message.logprobs)
                 self._take(message.first_index, len(ids), placement, held)
                 if self._cached is None and message.HasField("cached_tokens"):
                     self._cached = message.cached_tokens
+                if prompt := self._scores.show_prompt():
+                    await sink(Delta("", [], prompt_logprobs=prompt))
                 text = output.add(ids, None if finish is None else finish.stop_token_id)
+                logprobs = logprobs[: len(output.token_ids) - before]  # nothing behind a stop
+                self._scores.keep(logprobs)
             given_back = finish is not None and finish.reason in (FinishReason.CANCELLED, FinishReason.PREEMPTED)
             if finish is not None and given_back and output.stop_string is None:
                 if ids:  # merged with the hand-back, since the last message waited for this reader
-                    await sink(Delta(text, output.token_ids[before:]))
+                    await sink(Delta(text, output.token_ids[before:], logprobs=logprobs))
                 raise UnavailableError(
                     f"the decode worker gave the request back ({finish.reason.value})",
                     leg=Leg.DECODE,
@@ -370,11 +391,11 @@ class Journey:
                 )
             ended = finish is not None or output.stop_string is not None
             if not ended:
-                await sink(Delta(text, output.token_ids[before:]))
+                await sink(Delta(text, output.token_ids[before:], logprobs=logprobs))
                 continue
             text += output.finish()
             result = self._result(output, finish, placement)
-            await sink(Delta(text, output.token_ids[before:], result))
+            await sink(Delta(text, output.token_ids[before:], result, logprobs))
             return result
 
     def _take(self, first_index: int, count: int, placement: Placement, held: list[RankRow]) -> None:
@@ -449,6 +470,8 @@ class Journey:
             transport=finish.transport if finish is not None else "",
             prefill_instance=prefill.instance.name if prefill is not None else "",
             decode_instance=placement.decode.instance.name,
+            logprobs=self._scores.output,
+            prompt_logprobs=self._scores.prompt,
         )
 
     def _blame(self, placement: Placement, exc: PdmeshError) -> set[int]:

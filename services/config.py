@@ -144,6 +144,15 @@ class RouterConfig(CommonConfig):
     )
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1024, description="Largest request body")
     max_prompts: int = Field(256, ge=1, description="Prompts in one request")
+    max_connections: int = Field(2048, ge=1, description="Open HTTP connections; idle ones make room, then 503")
+    max_header_bytes: int = Field(64 * 1024, ge=1024, description="Largest request line and headers, together")
+    header_timeout: float = Field(10.0, gt=0, description="Seconds for a request's line and headers to come")
+    body_timeout: float = Field(120.0, gt=0, description="Seconds for a request's body to come")
+    api_key: tuple[str, ...] = Field(
+        (), description="A key that clients must show; several are accepted. Others see it in ps: prefer a file"
+    )
+    api_key_file: str = Field("", description="File with such keys, one on a line; read anew when it changes")
+    cors_origin: tuple[str, ...] = Field((), description="Origin whose pages may call the router: https://HOST, or *")
     max_attempts: int = Field(5, ge=1, description="Attempts in a row that may end without a new token")
     retry_share: float = Field(0.2, ge=0, description="Retries before token 1 that one request more allows")
     retry_floor: float = Field(10.0, ge=0, description="Retries before token 1 that are allowed each second anyway")
@@ -156,6 +165,9 @@ class RouterConfig(CommonConfig):
     drain_timeout: float = Field(30.0, ge=0, description="Seconds that open requests get when stopping")
     http_tls_cert: str = Field("", description="PEM file with the certificate chain of the HTTP port")
     http_tls_key: str = Field("", description="PEM file with that certificate's key")
+    trust_request_chat_template: bool = Field(
+        False, description="Render chat templates that requests bring; only for clients that you trust"
+    )
     max_tokens_default: int = Field(0, ge=0, description="Limit of /v1/completions when a client names none; 0 is 16")
     console: bool | None = Field(None, description="Web console at /console; by default on a loopback address alone")
 
@@ -176,6 +188,8 @@ class QueryConfig(CommonConfig):
     bootstrap: tuple[str, ...] = Field(("127.0.0.1:18800",), description="Bootstrap addresses; the first that answers")
     query_timeout: float = Field(3.0, gt=0, description="Seconds that one process has to answer")
     http_ca: str = Field("", description="PEM file with authorities of routers' certificates, beside the system's")
+    api_key: str = Field("", description="Key that routers ask for; others see it in ps: prefer a file")
+    api_key_file: str = Field("", description="File with such a key; the first counts")
 
 
 ServiceKind = Literal["bootstrap", "router", "prefill", "decode"]

@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine_core.types.errors import InvalidRequestError
 
+_END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -109,21 +110,30 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        documents: Sequence[Mapping[str, Any]] = (),
+        continue_final_message: bool = False,
     ) -> str:
-        """Returns the chat as text. Keys with None are dropped, as transformers does.
+        """Returns the chat as text; with `continue_final_message` it ends with the last message's text. Keys with None
+        are dropped, as transformers does.
 
         The role developer becomes system where the template does not know it. Raises
         InvalidRequestError (field messages) when the template refuses the chat.
         """
         chat = [self._message(message) for message in messages]
+        last = str(chat[-1].get("content", "")) if continue_final_message else ""
+        if continue_final_message:
+            chat[-1]["content"] = last + _END_MARK
         variables = {**self._special_tokens, **(template_kwargs or {})}
-        variables.update(messages=chat, tools=None, documents=None, add_generation_prompt=add_generation_prompt)
+        variables.update(messages=chat, tools=list(tools) or None, documents=list(documents) or None)
+        variables["add_generation_prompt"] = add_generation_prompt
         try:
-            return self._template.render(variables)
+            text = self._template.render(variables)
         except (jinja2.exceptions.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as exc:
             raise InvalidRequestError(f"the chat template refuses these messages: {exc}", field="messages") from exc
         except (RecursionError, MemoryError) as exc:
             raise InvalidRequestError("these messages are too much for the chat template", field="messages") from exc
+        return _cut_behind(text, last) if continue_final_message else text
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         out = {key: value for key, value in message.items() if value is not None}
@@ -133,3 +143,15 @@ class ChatTemplate:
         if out.get("role") == "developer" and not self._knows_developer:
             out["role"] = "system"
         return out
+
+
+def _cut_behind(text: str, message: str) -> str:
+    """The rendered text up to the mark behind its last message, as transformers cuts it."""
+    at = text.rfind(_END_MARK.strip())
+    if at < 0 or message.strip() not in text:
+        raise InvalidRequestError(
+            "continue_final_message: the chat template does not show the last message as it is",
+            field="continue_final_message",
+        )
+    # A template that trims has taken the mark's own space, and would have taken the message's.
+    return text[:at] if text.startswith(_END_MARK, at) else text[:at].rstrip()

@@ -9,9 +9,8 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -25,17 +24,21 @@ from engine_core.types.errors import (
     QueueFullError,
     UnavailableError,
 )
+from engine_core.types.sampling import Grammar
 from services.config import RouterConfig
 from services.router.access import log_access
 from services.router.admission import NO_LIMIT, Admission, Demand, Room, Ticket, room_of
+from services.router.chat_schema import Chat
+from services.router.fields import Prompt
+from services.router.forced import grammar_of
 from services.router.http import as_pdmesh_error, error_status
 from services.router.journey import Delta, Journey, SampleResult, SampleSpec, Sink, derive_seed
 from services.router.mesh import Mesh
 from services.router.metrics import RouterMetrics, WorkerFigures
-from services.router.openai_schema import Prompt
-from services.router.options import GenerationOptions, SamplingDefaults
+from services.router.options import GenerationOptions, SamplingDefaults, options_of
 from services.router.placement import largest_limit
 from services.router.prompt_log import log_answers, log_prompts
+from services.router.sampling_schema import SamplingRequest
 from services.router.tokenizer import RouterTokenizer, read_json
 from services.router.trace import Trace, TraceRing
 from services.runtime.tasks import TaskOwner
@@ -84,6 +87,8 @@ class Submission(msgspec.Struct, frozen=True):
     """Whom it is from, for fair queueing."""
     timings: bool = False
     """True when the client asks where the time goes."""
+    timeout: float = math.inf
+    """Seconds that the client allows; the router's own limit holds too."""
 
     @property
     def samples(self) -> int:
@@ -167,18 +172,43 @@ class Front:
         self._check_length(len(ids), field)
         return tuple(ids)
 
-    async def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool | None,
-        template_kwargs: Mapping[str, Any] | None,
-    ) -> tuple[int, ...]:
-        """Token ids of a rendered chat; the template has written the special tokens."""
-        text = self.tokenizer.render_chat(
-            messages, add_generation_prompt=add_generation_prompt is not False, template_kwargs=template_kwargs
+    def render_chat(self, chat: Chat) -> str:
+        """The chat as text, with all special tokens. Raises InvalidRequestError when the template refuses it, or the
+        client brings a template of its own where that is not trusted."""
+        if chat.template is not None and not self.config.trust_request_chat_template:
+            raise InvalidRequestError(
+                "chat_template: this router takes no templates from clients (--trust-request-chat-template)",
+                field="chat_template",
+            )
+        return self.tokenizer.render_chat(
+            chat.messages,
+            add_generation_prompt=chat.add_generation_prompt,
+            template_kwargs=chat.kwargs,
+            tools=chat.tools,
+            documents=chat.documents,
+            continue_final_message=chat.continue_final_message,
+            template=chat.template,
         )
-        return await self.encode_text(text, add_special_tokens=False, field="messages")
+
+    async def encode_chat(self, chat: Chat) -> tuple[int, ...]:
+        """Token ids of a rendered chat; the template has written the special tokens."""
+        return await self.encode_text(self.render_chat(chat), add_special_tokens=False, field="messages")
+
+    def options(
+        self, asked: SamplingRequest, max_tokens_default: int | None, grammar: Grammar | None = None
+    ) -> GenerationOptions:
+        """A request's wishes with this model's defaults; `grammar` goes before the one that the request names.
+
+        Raises InvalidRequestError.
+        """
+        if grammar is None:
+            grammar = grammar_of(asked)
+        options = options_of(asked, self.model.defaults, max_tokens_default, grammar)
+        for token_id, _ in options.logit_bias:
+            if token_id >= self.model.vocab_size:
+                message = f"logit_bias: token id {token_id} is out of the vocabulary of {self.model.vocab_size}"
+                raise InvalidRequestError(message, field="logit_bias")
+        return options
 
     def _check_length(self, tokens: int, field: str) -> None:
         limit = self.token_limit
@@ -228,20 +258,23 @@ class Front:
                 self.metrics.prompt_tokens.inc(len(prompt))
                 base = secrets.randbits(63) if seed is None else seed
                 begun = asyncio.Event()
+                options = submission.options
+                others = msgspec.structs.replace(options, prompt_logprobs=None)  # the prompt is the same
                 for i in range(submission.options.n):
                     spec = SampleSpec(
                         request_id=submission.request_id,
                         index=p * submission.options.n + i,
                         prompt_token_ids=prompt,
-                        options=submission.options,
+                        options=options,
                         seed=derive_seed(base, i),
                         arrival_ms=arrival_ms,
                         arrival=submission.arrival,
-                        deadline=submission.arrival + self.config.request_timeout,
+                        deadline=submission.arrival + min(self.config.request_timeout, submission.timeout),
                         traceparent=submission.traceparent,
                     )
                     journey = Journey(self.mesh, spec, trace)
                     runs.append(self._one(journey, spec, ticket, sink_of, begun, leads=i == 0))
+                    options = others
             if len(runs) == 1:
                 return [await runs[0]]
             try:
@@ -269,10 +302,13 @@ class Front:
         left = spec.deadline - time.monotonic()
         slot = ticket.slot(min(self.config.queue_timeout, left), self._demand(spec), longest=left)
 
+        drops = spec.options.scores_only
+
         async def sink(delta: Delta) -> None:
-            begun.set()
-            slot.first_token()
-            await own(delta)
+            if delta.token_ids or delta.result is not None:  # log probabilities of the prompt come before
+                begun.set()
+                slot.first_token()
+            await own(_without_output(delta) if drops else delta)
 
         result = await journey.run(sink, slot)
         self._typical_output += (len(result.token_ids) - self._typical_output) / 16
@@ -281,7 +317,7 @@ class Front:
         metrics.output_tokens.inc(len(result.token_ids))
         metrics.cached_tokens.inc(result.cached_tokens)
         metrics.e2e.observe(result.timings["e2e"])
-        return result
+        return _empty(result) if drops else result
 
     def _demand(self, spec: SampleSpec) -> Demand:
         """An output may be as long as its limit, but few are: beyond twice the usual it is not counted."""
@@ -295,6 +331,16 @@ class Front:
         self.metrics.requests.labels(path, how).inc()
         self.mesh.history.end(how)
         log_access(path, _status_of(failure, how, started=started), how)
+
+
+def _empty(result: SampleResult) -> SampleResult:
+    """As if no token had been drawn."""
+    return msgspec.structs.replace(result, token_ids=[], logprobs=[], finish_reason="length", stop_reason=None)
+
+
+def _without_output(delta: Delta) -> Delta:
+    result = None if delta.result is None else _empty(delta.result)
+    return Delta("", [], result, prompt_logprobs=delta.prompt_logprobs)
 
 
 def _status_of(failure: BaseException | None, how: str, *, started: bool) -> int:

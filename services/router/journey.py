@@ -356,7 +356,10 @@ class Journey:
         if output is None:
             options, eos = self._spec.options, placement.decode.instance.eos_token_ids
             stop_ids = (*options.stop_token_ids, *(() if options.ignore_eos else eos))
-            output = OutputText(self._mesh.tokenizer.detokenizer(), options.stop, stop_ids, options.min_tokens)
+            detokenizer = self._mesh.tokenizer.detokenizer(skip_special_tokens=options.skip_special_tokens)
+            output = OutputText(
+                detokenizer, options.stop, stop_ids, options.min_tokens, include_stop=options.include_stop
+            )
             self._output = output
         while True:
             message = await call.read()

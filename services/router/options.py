@@ -9,7 +9,10 @@ import msgspec
 
 from engine_core.types.errors import InvalidRequestError
 from engine_core.types.sampling import Grammar
-from services.router.openai_schema import SamplingRequest, is_id, is_number
+from services.router.fields import is_id, is_number
+from services.router.sampling_schema import SamplingRequest
+
+_RANGES = (("temperature", 0.0, 2.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0), ("repetition_penalty", 1e-3, 10.0))
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
@@ -19,12 +22,13 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     @classmethod
     def read(cls, generation_config: Mapping[str, Any]) -> SamplingDefaults:
         """Takes the numbers that are there and in range."""
         found = {}
-        for name, low, high in (("temperature", 0.0, 2.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
+        for name, low, high in _RANGES:
             value = generation_config.get(name)
             if is_number(value) and low <= value <= high:
                 found[name] = float(value)
@@ -33,7 +37,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 
 
 class GenerationOptions(msgspec.Struct, frozen=True):
-    """One request's wishes, with defaults filled in. `max_tokens` None means as many as fit."""
+    """One request's wishes, with defaults filled in. `max_tokens` None means as many as fit; `n` counts the samples
+    that are run for each prompt."""
 
     temperature: float
     top_p: float
@@ -63,22 +68,30 @@ class GenerationOptions(msgspec.Struct, frozen=True):
     include_stop: bool = False
     """Leave the stop string, or the stop token's text, in the output."""
     skip_special_tokens: bool = True
+    scores_only: bool = False
+    """The client wants the prompt's log probabilities or the prompt back: the one token is drawn and dropped."""
 
 
 def options_of(
-    request: SamplingRequest, defaults: SamplingDefaults, max_tokens_default: int | None
+    request: SamplingRequest,
+    defaults: SamplingDefaults,
+    max_tokens_default: int | None,
+    grammar: Grammar | None = None,
 ) -> GenerationOptions:
     """Fills in defaults. Raises InvalidRequestError when min_tokens exceeds the limit that the client set."""
 
     def pick(value: float | None, default: float) -> float:
         return default if value is None else value
 
-    limit = request.token_limit()
+    limit, scores_only = request.token_limit(), request.scores_only()
     min_tokens = request.min_tokens or 0
     if limit is not None and min_tokens > limit:
         raise InvalidRequestError(f"min_tokens: {min_tokens} is above max_tokens {limit}", field="min_tokens")
     top_k = defaults.top_k if request.top_k is None else request.top_k
-    stream = request.stream_options
+    stream, samples = request.stream_options, request.samples()
+    best_tokens = request.best_tokens()
+    if samples > (request.n or 1) and best_tokens is None:
+        best_tokens = 0  # the best samples are known by what their own tokens have
     return GenerationOptions(
         temperature=pick(request.temperature, defaults.temperature),
         # An empty nucleus still holds the best token.
@@ -86,15 +99,25 @@ def options_of(
         top_k=max(top_k, 0),
         min_p=pick(request.min_p, defaults.min_p),
         seed=None if request.seed is None else request.seed % 2**64,
-        max_tokens=max_tokens_default if limit is None else limit,
+        max_tokens=1 if scores_only else max_tokens_default if limit is None else limit,
         min_tokens=min_tokens,
         stop=request.stop,
         stop_token_ids=request.stop_token_ids,
         ignore_eos=bool(request.ignore_eos),
-        n=request.n or 1,
+        n=samples,
         stream=bool(request.stream),
         include_usage=bool(stream and stream.include_usage),
         continuous_usage=bool(stream and stream.continuous_usage_stats),
         return_token_ids=bool(request.return_token_ids),
         cache_salt=request.cache_salt or "",
+        frequency_penalty=pick(request.frequency_penalty, 0.0),
+        presence_penalty=pick(request.presence_penalty, 0.0),
+        repetition_penalty=pick(request.repetition_penalty, defaults.repetition_penalty),
+        logit_bias=request.logit_bias,
+        logprobs=best_tokens,
+        prompt_logprobs=request.best_prompt_tokens(),
+        grammar=grammar,
+        include_stop=bool(request.include_stop_str_in_output),
+        skip_special_tokens=request.skip_special_tokens is not False,
+        scores_only=scores_only,
     )

@@ -2,7 +2,8 @@
 
 Text that could be the beginning of a stop string waits until it is clear whether it is one. A stop string
 is found at the first character that completes one, however tokens and messages were cut; of two that are
-complete there, the longer counts. Neither it nor a stop token's own text is part of the output.
+complete there, the longer counts. Neither it nor a stop token's own text is part of the output, unless the client
+wants them included.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from services.router.detokenizer import Detokenizer
 class StopMatcher:
     """Looks for any of some strings in text that comes in pieces; linear in the text."""
 
-    __slots__ = ("_buffer", "_fails", "_states", "_stops", "matched")
+    __slots__ = ("_buffer", "_fails", "_include", "_states", "_stops", "matched")
 
-    def __init__(self, stops: Collection[str]) -> None:
+    def __init__(self, stops: Collection[str], *, include: bool = False) -> None:
+        self._include = include
         self._stops = tuple(stops)
         self._fails = [_failure_links(stop) for stop in self._stops]
         self._states = [0] * len(self._stops)
@@ -47,7 +49,7 @@ class StopMatcher:
                 self._states[i] = state
             if found:
                 self.matched = found
-                return self._buffer[: at - len(found)]
+                return self._buffer[: at if self._include else at - len(found)]
         held = max(self._states)
         out, self._buffer = self._buffer[: len(self._buffer) - held], self._buffer[len(self._buffer) - held :]
         return out
@@ -74,7 +76,7 @@ def _failure_links(pattern: str) -> list[int]:
 class OutputText:
     """State of one sample's output. `token_ids` are the tokens taken so far, from attempt 0 on."""
 
-    __slots__ = ("_detokenizer", "_matcher", "_min_tokens", "_stop_ids", "stop_token_id", "token_ids")
+    __slots__ = ("_detokenizer", "_include_stop", "_matcher", "_min_tokens", "_stop_ids", "stop_token_id", "token_ids")
 
     def __init__(
         self,
@@ -82,9 +84,12 @@ class OutputText:
         stops: Collection[str] = (),
         stop_token_ids: Collection[int] = (),
         min_tokens: int = 0,
+        *,
+        include_stop: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stops)
+        self._include_stop = include_stop
+        self._matcher = StopMatcher(stops, include=include_stop)
         self._stop_ids = frozenset(stop_token_ids)
         self._min_tokens = min_tokens
         self.token_ids: list[int] = []
@@ -115,7 +120,8 @@ class OutputText:
             is_stop = token_id in self._stop_ids and count > self._min_tokens
             if is_stop or (i == last and token_id == ended_by):
                 self.stop_token_id = token_id
-                break
+                if not self._include_stop:
+                    break
             piece = self._detokenizer.add((token_id,))
             if piece:
                 # Text within min_tokens can't stop the output, nor begin what does.

@@ -19,6 +19,7 @@ import tokenizers
 from engine_core.types.errors import ConfigError, InvalidRequestError
 from services.router.chat_template import ChatTemplate
 from services.router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from services.router.token_bytes import TokenBytes
 
 _INLINE_CHARS = 2048
 """Longer texts are encoded in a thread: about a millisecond of the loop's time."""
@@ -27,18 +28,22 @@ _INLINE_CHARS = 2048
 class RouterTokenizer:
     """Encodes, decodes and renders for one model. Safe to share between requests."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        template: ChatTemplate | None,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
         self._backend = backend
         self._template = template
+        self._special_tokens = special_tokens or {}
+        self.bytes = TokenBytes(backend)
+        """What each token stands for."""
         self._vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         spec = json.loads(backend.to_str())
-        self._special_ids = {t["id"] for t in spec.get("added_tokens", ()) if t.get("special")}
-        decoder = spec.get("decoder") or {}
-        self._byte_level = decoder.get("type") == "ByteLevel"
-        self._byte_table: dict[int, bytes] = {}
         self._longest_token = 0
         strips = any(t.get("lstrip") or t.get("rstrip") for t in spec.get("added_tokens", ()))
-        if self._byte_level and spec.get("normalizer") is None and not strips:
+        if self.bytes.byte_level and spec.get("normalizer") is None and not strips:
             # A token stands for at most as many characters as its spelling has.
             self._longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=0)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
@@ -67,7 +72,7 @@ class RouterTokenizer:
             template = ChatTemplate(source, _special_tokens(config)) if source else None
         except Exception as exc:  # jinja raises many kinds
             raise ConfigError(f"the chat template of {root} cannot be compiled: {exc}") from exc
-        return cls(backend, template)
+        return cls(backend, template, _special_tokens(config))
 
     @property
     def vocab_size(self) -> int:
@@ -111,11 +116,11 @@ class RouterTokenizer:
         """Returns the vocabulary's own spelling per id."""
         return [self._backend.id_to_token(i) for i in token_ids]
 
-    def detokenizer(self) -> Detokenizer:
-        """Returns the state for one output; special tokens are left out."""
-        if self._byte_level:
-            return ByteDetokenizer(self._bytes_of)
-        return WindowDetokenizer(self.decode)
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        """Returns the state for one output; special tokens are left out, or written as they are spelled."""
+        if self.bytes.byte_level:
+            return ByteDetokenizer(self.bytes.shown if skip_special_tokens else self.bytes.of)
+        return WindowDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens))
 
     def render_chat(
         self,
@@ -123,45 +128,37 @@ class RouterTokenizer:
         *,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        documents: Sequence[Mapping[str, Any]] = (),
+        continue_final_message: bool = False,
+        template: str | None = None,
     ) -> str:
         """Returns the chat as text; encode it with add_special_tokens=False, the template wrote them.
 
-        Raises InvalidRequestError when the model has no template or the template refuses.
+        `template` goes before the model's own; it must be trusted: it can take any time. Raises InvalidRequestError
+        when there is no template, or it refuses.
         """
-        if self._template is None:
+        chosen = self._template
+        if template is not None:
+            try:
+                chosen = ChatTemplate(template, self._special_tokens)
+            except Exception as exc:  # jinja raises many kinds
+                message = f"chat_template: cannot be compiled: {exc}"
+                raise InvalidRequestError(message, field="chat_template") from exc
+        if chosen is None:
             raise InvalidRequestError("this model has no chat template; use /v1/completions", field="messages")
-        return self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
+        return chosen.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=template_kwargs,
+            tools=tools,
+            documents=documents,
+            continue_final_message=continue_final_message,
         )
 
     def close(self) -> None:
         """Ends the encoding threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _bytes_of(self, token_id: int) -> bytes:
-        known = self._byte_table.get(token_id)
-        if known is None:
-            known = self._byte_table[token_id] = self._spell(token_id)
-        return known
-
-    def _spell(self, token_id: int) -> bytes:
-        token = None if token_id in self._special_ids else self._backend.id_to_token(token_id)
-        if token is None:
-            return b""
-        try:
-            return bytes(_BYTE_OF[char] for char in token)
-        except KeyError:  # an added token is spelled as it is
-            return str(token).encode()
-
-
-def _byte_symbols() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one printable character; this is the way back."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    other = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(other)}
-
-
-_BYTE_OF = _byte_symbols()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -33,6 +33,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 POOL_TOKENS = 256
 """Of small_mesh."""
+INNER = {
+    '{"include_usage": "yes"}': ".include_usage",
+    '{"type": "xml"}': ".type",
+    '{"choice": []}': ".choice",
+}
+"""Where a value of an object is at fault, by the object."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from engine_core.types.errors import InvalidRequestError
 from services.router.openai_schema import (
-    UNSUPPORTED,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -21,6 +20,7 @@ from services.router.openai_schema import (
     parse_request,
 )
 from services.router.options import SamplingDefaults, options_of
+from services.router.sampling_schema import ELSEWHERE, UNSUPPORTED
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -99,28 +99,44 @@ def test_wrong_values_name_their_field(field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "neutral", "other"),
+    ("field", "neutral", "other", "reason"),
     [
-        ("logprobs", None, 1),
-        ("echo", False, True),
-        ("suffix", "", "x"),
-        ("best_of", 1, 2),
-        ("repetition_penalty", 1.0, 1.1),
-        ("frequency_penalty", 0, 0.5),
-        ("presence_penalty", 0.0, -1),
-        ("logit_bias", {}, {"5": 1}),
-        ("response_format", {"type": "text"}, {"type": "json_object"}),
-        ("tools", [], [{"type": "function"}]),
-        ("top_logprobs", 0, 3),
-        ("use_beam_search", False, True),
-        ("guided_json", None, {}),
+        ("suffix", "", "x", "filling in the middle"),
+        ("use_beam_search", False, True, "beam search"),
+        ("length_penalty", 1.0, 0.5, "beam search"),
+        ("functions", [], [{"name": "f"}], "use tools"),
+        ("function_call", "auto", {"name": "f"}, "use tool_choice"),
+        ("bad_words", [], ["x"], "logit_bias"),
+        ("allowed_token_ids", None, [5], "logit_bias"),
+        ("truncate_prompt_tokens", None, 5, "not cut"),
+        ("modalities", ["text"], ["audio"], "text only"),
     ],
 )
-def test_unsupported_fields_are_taken_only_when_they_change_nothing(field: str, neutral: Any, other: Any) -> None:
-    completion(**{field: neutral})
-    chat(**{field: None})
-    with pytest.raises(InvalidRequestError) as caught:
-        completion(**{field: other})
+@pytest.mark.parametrize("ask", [completion, chat], ids=["completions", "chat"])
+def test_fields_that_we_lack_are_taken_only_when_they_change_nothing(
+    ask: Any, field: str, neutral: Any, other: Any, reason: str
+) -> None:
+    ask(**{field: neutral})
+    ask(**{field: None})
+    with pytest.raises(InvalidRequestError, match=reason) as caught:
+        ask(**{field: other})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("ask", "field", "value"),
+    [
+        (completion, "tools", [{"type": "function", "function": {"name": "f"}}]),
+        (completion, "top_logprobs", 3),
+        (completion, "tool_choice", "required"),
+        (completion, "continue_final_message", True),
+        (chat, "echo", True),
+        (chat, "best_of", 2),
+    ],
+)
+def test_fields_of_the_other_api_are_refused(ask: Any, field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="only /v1/") as caught:
+        ask(**{field: value})
     assert caught.value.field == field
 
 
@@ -230,7 +246,7 @@ _KINDS = (CompletionRequest, ChatRequest, GenerateRequest, TokenizeRequest, Deto
 @given(st.data())
 def test_any_json_is_read_or_refused_by_name(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(_KINDS))
-    fields = st.sampled_from([*kind.model_fields, *UNSUPPORTED])
+    fields = st.sampled_from([*kind.model_fields, *UNSUPPORTED, *ELSEWHERE])
     body: Any = data.draw(st.dictionaries(fields, _JSON, max_size=4))
     if "prompt" in kind.model_fields:
         body.setdefault("prompt", "a")
@@ -241,4 +257,4 @@ def test_any_json_is_read_or_refused_by_name(data: st.DataObject) -> None:
         if isinstance(asked, SamplingRequest):
             options(asked)
     except InvalidRequestError as exc:
-        assert exc.field.split(".")[0].split("[")[0] in {*kind.model_fields, *UNSUPPORTED}
+        assert exc.field.split(".")[0].split("[")[0] in {*kind.model_fields, *UNSUPPORTED, *ELSEWHERE}

@@ -45,7 +45,7 @@ COMPLETION = {"prompt": "hello", "max_tokens": 50}
     [
         ({"model": "gpt-9", "prompt": "x"}, 404, "model", "model_not_found"),
         ({"prompt": "x", "temperature": -1}, 400, "temperature", "invalid_request"),
-        ({"prompt": "x", "logprobs": 3}, 400, "logprobs", "invalid_request"),
+        ({"prompt": "x", "logprobs": 21}, 400, "logprobs", "invalid_request"),
         ({"prompt": [999_999]}, 400, "prompt", "invalid_request"),
         ({"prompt": ["x"] * 300}, 400, "prompt", "invalid_request"),
         ({"prompt": ["x"] * 200, "n": 2}, 400, "n", "invalid_request"),

@@ -1,0 +1,158 @@
+"""What all ways of asking share: how tokens are drawn, when they end, what is reported, and what shape is forced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+from services.router.fields import MAX_INT, LogitBias, OptionalIds, StopStrings, Strict
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_TIMEOUT = 86_400.0
+
+_Neutral = Callable[[Any], bool]
+
+
+def _one_of(*values: Any) -> _Neutral:
+    return lambda v: v is None or any(v == n and isinstance(v, bool) == isinstance(n, bool) for n in values)
+
+
+UNSUPPORTED: Mapping[str, tuple[_Neutral, str]] = {
+    "suffix": (_one_of(""), "filling in the middle is not supported: write the model's own marks into the prompt"),
+    "length_penalty": (_one_of(1), "there is no beam search"),
+    "use_beam_search": (_one_of(False), "there is no beam search"),
+    "functions": (_one_of([]), "use tools"),
+    "function_call": (_one_of("none", "auto"), "use tool_choice"),
+    "bad_words": (_one_of([]), "use logit_bias"),
+    "allowed_token_ids": (_one_of(), "use logit_bias or a grammar"),
+    "truncate_prompt_tokens": (_one_of(), "prompts are not cut"),
+    "modalities": (_one_of(["text"]), "this model writes text only"),
+    "audio": (_one_of(), "this model writes text only"),
+    "prediction": (_one_of(), "outputs cannot be predicted"),
+    "prompt_embeds": (_one_of(), "prompts are text or token ids"),
+}
+"""Fields that would change the output and that we don't have: the values that change nothing, and why no other."""
+
+ELSEWHERE: Mapping[str, tuple[_Neutral, str]] = {
+    "echo": (_one_of(False), "only /v1/completions has it"),
+    "best_of": (_one_of(1), "only /v1/completions has it"),
+    "top_logprobs": (_one_of(0), "only /v1/chat/completions has it"),
+    "tools": (_one_of([]), "only /v1/chat/completions has it"),
+    "tool_choice": (_one_of("none", "auto"), "only /v1/chat/completions has it"),
+    "documents": (_one_of([]), "only /v1/chat/completions has it"),
+    "chat_template": (_one_of(), "only /v1/chat/completions has it"),
+    "continue_final_message": (_one_of(False), "only /v1/chat/completions has it"),
+}
+"""The same for fields that some kind of request has: these are its values for the others."""
+
+
+def refusal_of(kind: type[BaseModel], data: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The first field that this kind of request does not have, with the reason; None when there is none."""
+    for name, (neutral, reason) in (*UNSUPPORTED.items(), *ELSEWHERE.items()):
+        if name in data and name not in kind.model_fields and not neutral(data[name]):
+            return name, reason
+    return None
+
+
+class StreamOptions(Strict):
+    """What a stream reports beside text."""
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class JsonSchemaFormat(Strict):
+    """A named JSON schema."""
+
+    name: str | None = Field(None, max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """The form that the output is forced into."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> ResponseFormat:
+        if self.type == "json_schema" and (self.json_schema is None or self.json_schema.schema_ is None):
+            raise ValueError("type json_schema needs json_schema.schema")
+        return self
+
+
+class StructuredOutputs(Strict):
+    """vLLM's way to name one grammar. `json_` is a schema, as an object or as its text."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1)
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class SamplingRequest(Strict):
+    """Fields that all ways of asking share."""
+
+    model: str | None = None
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    max_tokens: int | None = Field(None, ge=0, le=MAX_INT)
+    min_tokens: int | None = Field(None, ge=0, le=MAX_INT)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=MAX_INT)
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    logit_bias: LogitBias = ()
+    stop: StopStrings = ()
+    stop_token_ids: OptionalIds = ()
+    include_stop_str_in_output: bool | None = False
+    ignore_eos: bool | None = False
+    skip_special_tokens: bool | None = True
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    return_tokens_as_token_ids: bool | None = False
+    return_token_ids: bool | None = False
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(None, min_length=1)
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = Field(None, max_length=256)
+    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT)
+    user: str | None = None
+    priority: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+
+    def token_limit(self) -> int | None:
+        """The client's limit of output tokens, if there is one."""
+        return self.max_tokens
+
+    def best_tokens(self) -> int | None:
+        """How many best tokens to report per output position; None reports nothing."""
+        return None
+
+    def samples(self) -> int:
+        """Samples to run per prompt."""
+        return self.n or 1
+
+    def best_prompt_tokens(self) -> int | None:
+        """How many best tokens to report per position of the prompt; None reports nothing."""
+        return self.prompt_logprobs
+
+    def scores_only(self) -> bool:
+        """True when the client wants the prompt's log probabilities or the prompt back, and no output."""
+        return self.token_limit() == 0

@@ -1,0 +1,126 @@
+"""Log probabilities as the APIs write them.
+
+chat completions    {"content": [{token, logprob, bytes, top_logprobs: [{token, logprob, bytes}]}]}
+completions         {"tokens", "token_logprobs", "top_logprobs", "text_offset"}, lists of equal length
+prompt_logprobs     vLLM's: per position null or {token id: {logprob, rank, decoded_token}}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from engine_core.types.errors import InternalError
+from engine_core.types.sampling import TokenLogprobs
+from services.router.detokenizer import Detokenizer
+from services.router.token_bytes import TokenBytes, chat_spelling, completion_spelling
+
+_LOWEST = -9999.0
+"""Stands for the logarithm of nothing, which JSON can't say; OpenAI's own value."""
+
+
+def finite(logprob: float) -> float:
+    """A number that JSON can say."""
+    return logprob if logprob > _LOWEST and math.isfinite(logprob) else _LOWEST
+
+
+class TokenNames:
+    """How tokens are named; `as_ids` names them token_id:N."""
+
+    def __init__(self, tokens: TokenBytes, *, as_ids: bool) -> None:
+        self._bytes, self._as_ids = tokens, as_ids
+
+    def completion(self, token_id: int) -> str:
+        """In completions."""
+        return f"token_id:{token_id}" if self._as_ids else completion_spelling(self._bytes.of(token_id))
+
+    def text(self, token_id: int) -> str:
+        """In vLLM's prompt_logprobs."""
+        return self._bytes.of(token_id).decode(errors="replace")
+
+    def chat(self, token_id: int, logprob: float) -> dict[str, Any]:
+        """In chat completions."""
+        data = self._bytes.of(token_id)
+        token = f"token_id:{token_id}" if self._as_ids else chat_spelling(data)
+        return {"token": token, "logprob": finite(logprob), "bytes": list(data)}
+
+    def is_special(self, token_id: int) -> bool:
+        """True for tokens that are no text of their own."""
+        return token_id in self._bytes.special_ids
+
+
+def check_count(token_ids: Sequence[int], positions: Sequence[TokenLogprobs]) -> None:
+    """Raises InternalError unless there is one position per token."""
+    if [p.token_id for p in positions] != list(token_ids):
+        raise InternalError(f"the workers report {len(positions)} log probabilities of {len(token_ids)} tokens")
+
+
+def chat_logprobs(names: TokenNames, positions: Sequence[TokenLogprobs], top: int) -> list[dict[str, Any]]:
+    """The positions as chat completions list them."""
+    return [
+        {**names.chat(p.token_id, p.logprob), "top_logprobs": [names.chat(t, v) for t, v in p.top[:top]]}
+        for p in positions
+    ]
+
+
+def prompt_logprobs(names: TokenNames, positions: Sequence[TokenLogprobs], top: int) -> list[dict[str, Any] | None]:
+    """The positions of a prompt as vLLM lists them: none for the first, then the token's own and the best ones."""
+    return [None, *(_ranked(names, position, top) for position in positions)]
+
+
+def _ranked(names: TokenNames, position: TokenLogprobs, top: int) -> dict[str, Any]:
+    own = (position.token_id, position.logprob, position.rank)
+    best = [(t, v, rank) for rank, (t, v) in enumerate(position.top[:top], 1)]
+    return {str(t): {"logprob": finite(v), "rank": rank, "decoded_token": names.text(t)} for t, v, rank in (own, *best)}
+
+
+class CompletionLogprobs:
+    """The lists of one choice of /v1/completions. `text_offset` counts characters of the choice's text; a part of a
+    character has the offset of the whole one."""
+
+    def __init__(self, names: TokenNames, top: int, detokenizer: Detokenizer) -> None:
+        self._names, self._top, self._detokenizer = names, top, detokenizer
+        self._offset = 0
+
+    def prompt(
+        self, token_ids: Sequence[int], positions: Sequence[TokenLogprobs], text: str, detokenizer: Detokenizer
+    ) -> dict[str, Any]:
+        """The lists of the prompt, whose first token has no probability. Its text comes before all other text."""
+        check_count(token_ids[1:], positions)
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(min(self._offset, len(text)))
+            name = self._names.text(token_id) if self._names.is_special(token_id) else ""
+            if name and text.startswith(name, self._offset):
+                self._offset += len(name)  # a special token that was spelled out
+            elif not name:
+                self._offset += len(detokenizer.add((token_id,)))
+        self._offset = len(text)
+        return {
+            "tokens": [self._names.completion(token_id) for token_id in token_ids],
+            "token_logprobs": [None, *(finite(p.logprob) for p in positions)],
+            "top_logprobs": [None, *(self._best(p) for p in positions)],
+            "text_offset": offsets,
+        }
+
+    def output(self, token_ids: Sequence[int], positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """The lists of the next output tokens."""
+        check_count(token_ids, positions)
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._offset)
+            self._offset += len(self._detokenizer.add((token_id,)))
+        return {
+            "tokens": [self._names.completion(token_id) for token_id in token_ids],
+            "token_logprobs": [finite(p.logprob) for p in positions],
+            "top_logprobs": [self._best(p) for p in positions],
+            "text_offset": offsets,
+        }
+
+    def _best(self, position: TokenLogprobs) -> dict[str, float]:
+        """The best tokens and the token itself. Of two that are spelled alike the likelier one counts."""
+        best: dict[str, float] = {}
+        for token_id, logprob in (*position.top[: self._top], (position.token_id, position.logprob)):
+            best.setdefault(self._names.completion(token_id), finite(logprob))
+        return best

@@ -19,6 +19,7 @@ from services.router.parsers.reader import SteppedParser, Steps
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
 _ENDS = (END, CALL, RETURN, START, CHANNEL)
 """What ends a message: the last two belong to the next one, for models that forget the end."""
 

@@ -1,0 +1,221 @@
+"""Which parsers read the outputs of this router's model: by name, or by what its chat template and vocabulary show.
+
+A family's marks are often special tokens, which the detokenizer leaves out: a format knows those that must stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+import msgspec
+
+from engine_core.types.errors import ConfigError
+from services.router.parsers import bare_json, deepseek_v3, harmony, hermes, mistral, think
+from services.router.parsers.bare_json import BareJsonParser
+from services.router.parsers.base import OutputParser, Part, ToolCallArguments, ToolCallBegin
+from services.router.parsers.call_object import Tools
+from services.router.parsers.deepseek_v3 import DeepSeekV3Parser
+from services.router.parsers.harmony import HarmonyParser
+from services.router.parsers.hermes import HermesParser
+from services.router.parsers.mistral import MistralParser
+from services.router.parsers.reader import SteppedParser, Steps
+from services.router.parsers.think import ReasoningFirst, ThinkParser
+
+AUTO, NONE = "auto", "none"
+GPT_OSS = "gpt_oss"
+_SAME = {"qwen": "hermes", "qwen3": "deepseek_r1"}
+"""Two names of one format."""
+
+_TOOL_MARKS: Mapping[str, tuple[str, ...]] = {
+    "hermes": (hermes.OPEN, hermes.CLOSE),
+    "llama3_json": (bare_json.PYTHON_TAG,),
+    "mistral": (mistral.CALLS, mistral.ARGS, mistral.CALL_ID),
+    "deepseek_v3": (
+        deepseek_v3.CALLS,
+        deepseek_v3.CALLS_END,
+        deepseek_v3.CALL,
+        deepseek_v3.CALL_END,
+        deepseek_v3.SEP,
+    ),
+    GPT_OSS: harmony.MARKS,
+    "json": (),
+    NONE: (),
+}
+_REASONING_MARKS: Mapping[str, tuple[str, ...]] = {
+    "deepseek_r1": think.THINK,
+    "mistral": think.MISTRAL,
+    GPT_OSS: harmony.MARKS,
+    NONE: (),
+}
+TOOL_PARSERS = tuple(sorted({*_TOOL_MARKS, "qwen"} - {NONE}))
+REASONING_PARSERS = tuple(sorted({*_REASONING_MARKS, "qwen3"} - {NONE}))
+
+
+class Vocabulary(Protocol):
+    """What a format needs to know of a tokenizer."""
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that is spelled so; None when there is none."""
+
+    def has_token(self, text: str) -> bool:
+        """True when one token, special or not, is spelled so."""
+
+
+class OutputFormat(msgspec.Struct, frozen=True):
+    """How a model writes calls and thoughts. `variant` is the newer of two forms that a family may have."""
+
+    tools: str = NONE
+    reasoning: str = NONE
+    variant: bool = False
+    special: Mapping[str, int] = {}
+    """Marks that are special tokens, with their ids."""
+
+    @property
+    def thinks(self) -> bool:
+        """True when outputs may hold thoughts."""
+        return self.reasoning != NONE
+
+    @property
+    def marks(self) -> tuple[str, str]:
+        """What stands before and after a thought, where that is all there is to it."""
+        return think.MISTRAL if self.reasoning == "mistral" else think.THINK
+
+    def kept_ids(self, *, calls: bool) -> tuple[int, ...]:
+        """Special tokens that the parser needs to see."""
+        wanted = _REASONING_MARKS[self.reasoning] + (_TOOL_MARKS[self.tools] if calls else ())
+        return tuple(sorted({self.special[mark] for mark in wanted if mark in self.special}))
+
+    def inside(self, prompt_end: str) -> bool | None:
+        """Whether a prompt that ends so has begun a thought; None when the output may begin one itself."""
+        if self.reasoning in (NONE, GPT_OSS):
+            return None
+        end = prompt_end.rstrip()
+        opening, closing = self.marks
+        return True if end.endswith(opening) else False if end.endswith(closing) else None
+
+    def parser(
+        self, names: Collection[str] | None, *, inside: bool | None = None, several: bool = True
+    ) -> OutputParser | None:
+        """The parser of one output; None when all of it is content.
+
+        `names` are the functions that may be called, None for an output without tools. With `several` False calls
+        after the first are left out.
+        """
+        if self.reasoning == GPT_OSS or (self.tools == GPT_OSS and names is not None):
+            tools = None if names is None or self.tools != GPT_OSS else Tools(names)
+            parser: OutputParser = HarmonyParser(tools, reasoning=self.reasoning == GPT_OSS)
+        else:
+            calls = None if names is None else _calls(self.tools, Tools(names))
+            if not self.thinks or inside is False:
+                if calls is None:
+                    return None
+                parser = calls
+            else:
+                thoughts = ThinkParser(self.marks, inside=bool(inside))
+                parser = ReasoningFirst(thoughts, calls or _AllContent())
+        return parser if several or names is None else FirstCall(parser)
+
+
+class _AllContent(SteppedParser):
+    def read(self) -> Steps[None]:
+        """See SteppedParser."""
+        yield from ()
+
+
+class FirstCall:
+    """Leaves out all calls but the first."""
+
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
+
+    def push(self, text: str) -> list[Part]:
+        """See OutputParser."""
+        return _first(self._parser.push(text))
+
+    def finish(self) -> list[Part]:
+        """See OutputParser."""
+        return _first(self._parser.finish())
+
+
+def _first(parts: list[Part]) -> list[Part]:
+    return [part for part in parts if not (isinstance(part, ToolCallBegin | ToolCallArguments) and part.index)]
+
+
+def _calls(family: str, tools: Tools) -> SteppedParser | None:
+    match family:
+        case "hermes":
+            return HermesParser(tools)
+        case "llama3_json":
+            return BareJsonParser(tools, tag=bare_json.PYTHON_TAG, separator=";")
+        case "json":
+            return BareJsonParser(tools)
+        case "mistral":
+            return MistralParser(tools)
+        case "deepseek_v3":
+            return DeepSeekV3Parser(tools)
+    return None
+
+
+def choose_format(tools: str, reasoning: str, template: str, vocabulary: Vocabulary) -> OutputFormat:
+    """The format by the options' names and, for auto, by the chat template's text and the vocabulary.
+
+    Raises ConfigError for an unknown name, and for two that do not fit together.
+    """
+    _check(tools, TOOL_PARSERS, "tool_call_parser")
+    _check(reasoning, REASONING_PARSERS, "reasoning_parser")
+    asked_tools, asked_reasoning = _SAME.get(tools, tools), _SAME.get(reasoning, reasoning)
+    tools, reasoning = asked_tools, asked_reasoning
+    if tools == AUTO:
+        tools = GPT_OSS if reasoning == GPT_OSS else _tools_of(template, vocabulary)
+    if reasoning == AUTO:
+        reasoning = GPT_OSS if tools == GPT_OSS else _reasoning_of(template, vocabulary)
+        reasoning = NONE if reasoning == GPT_OSS and tools not in (GPT_OSS, NONE) else reasoning
+    elif tools == GPT_OSS and asked_tools == AUTO and reasoning not in (GPT_OSS, NONE):
+        tools = "json"
+    if GPT_OSS in (tools, reasoning) and len({tools, reasoning} - {NONE}) > 1:
+        raise ConfigError(
+            f"gpt_oss reads calls and reasoning together: it cannot stand beside the tool call parser {tools!r} "
+            f"and the reasoning parser {reasoning!r}",
+            field="reasoning_parser",
+        )
+    marks = {*_TOOL_MARKS[tools], *_REASONING_MARKS[reasoning]}
+    special = {mark: found for mark in marks if (found := vocabulary.special_id(mark)) is not None}
+    return OutputFormat(tools, reasoning, _is_newer(tools, template, vocabulary), special)
+
+
+def _check(name: str, known: Collection[str], field: str) -> None:
+    if name not in (*known, AUTO, NONE):
+        raise ConfigError(f"{field}: {name!r} is unknown; there is {', '.join((AUTO, NONE, *known))}", field=field)
+
+
+def _tools_of(template: str, vocabulary: Vocabulary) -> str:
+    """The family by its marks; `json` for models that show none."""
+    if harmony.CHANNEL in template or vocabulary.has_token(harmony.CHANNEL):
+        return GPT_OSS
+    if deepseek_v3.CALLS in template or vocabulary.has_token(deepseek_v3.CALLS):
+        return "deepseek_v3"
+    if mistral.CALLS in template or vocabulary.has_token(mistral.CALLS):
+        return "mistral"
+    if hermes.OPEN in template and "<function=" not in template:  # that is another form with the same mark
+        return "hermes"
+    if bare_json.PYTHON_TAG in template or ('"parameters": ' in template and "Environment: ipython" in template):
+        return "llama3_json"
+    return "json"
+
+
+def _reasoning_of(template: str, vocabulary: Vocabulary) -> str:
+    if harmony.CHANNEL in template or vocabulary.has_token(harmony.CHANNEL):
+        return GPT_OSS
+    if think.MISTRAL[0] in template or vocabulary.has_token(think.MISTRAL[0]):
+        return "mistral"
+    if think.THINK[1] in template or vocabulary.has_token(think.THINK[1]):
+        return "deepseek_r1"
+    return NONE
+
+
+def _is_newer(tools: str, template: str, vocabulary: Vocabulary) -> bool:
+    """Mistral's calls with [ARGS], DeepSeek's without fences."""
+    if tools == "mistral":
+        return mistral.ARGS in template or vocabulary.has_token(mistral.ARGS)
+    return tools == "deepseek_v3" and deepseek_v3.CALLS in template and "```json" not in template

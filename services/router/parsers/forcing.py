@@ -1,0 +1,178 @@
+"""Grammars that make a model call tools in its own format, in llguidance's Lark.
+
+    whole output = thoughts, where the model thinks; then calls
+
+A call's arguments follow the schema of its function. What a grammar allows, the format's parser reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from engine_core.types.sampling import Grammar, GrammarKind
+from services.router.parsers import deepseek_v3, harmony, hermes, mistral
+from services.router.parsers.choice import GPT_OSS, OutputFormat
+
+_ANYTHING: Mapping[str, Any] = {"type": "object"}
+_NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_Marks = tuple[str, ...]
+
+
+class Function(msgspec.Struct, frozen=True):
+    """A function that may be called. `parameters` is the JSON schema of its arguments, None for none."""
+
+    name: str
+    parameters: Mapping[str, Any] | None = None
+    strict: bool = False
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """The schema of its arguments; they are an object whatever it says."""
+        return _NOTHING if self.parameters is None else {**self.parameters, "type": "object"}
+
+
+def forced_calls(
+    written: OutputFormat, functions: Sequence[Function], *, several: bool, inside: bool | None = None
+) -> Grammar:
+    """At least one call; with `several` more may follow, where the format has that. `inside` as OutputFormat.inside."""
+    lark = _Lark(written)
+    calls = lark.calls([(f.name, f.schema) for f in functions], several=several)
+    return lark.grammar(f"{lark.thoughts(inside)} {calls}")
+
+
+def strict_calls(
+    written: OutputFormat, functions: Sequence[Function], *, several: bool, inside: bool | None = None
+) -> Grammar:
+    """Free text, or calls: arguments of strict functions follow their schemas, those of others are any object."""
+    lark = _Lark(written)
+    tools = [(f.name, f.schema if f.strict else _ANYTHING) for f in functions]
+    return lark.grammar(f"{lark.thoughts(inside)} ({lark.free(tools, several=several)})")
+
+
+def after_thoughts(written: OutputFormat, grammar: Grammar, *, inside: bool | None = None) -> Grammar:
+    """The same form for the answer, with thoughts before it where the model thinks."""
+    if not written.thinks or inside is False:
+        return grammar
+    lark = _Lark(written)
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            body = f"%json {grammar.text}"
+        case GrammarKind.REGEX:
+            body = "/" + grammar.text.replace("/", r"\/") + "/"
+        case GrammarKind.LARK:
+            body = "%lark {\n" + grammar.text + "\n}"
+    lark.rules.append(f"answer: {body}")
+    final = f"{lark.marks(harmony.CHANNEL, 'final', harmony.MESSAGE)} " if written.reasoning == GPT_OSS else ""
+    return lark.grammar(f"{lark.thoughts(inside)} {final}answer")
+
+
+class _Lark:
+    """Rules, as they are needed."""
+
+    def __init__(self, written: OutputFormat) -> None:
+        self._written = written
+        self.rules: list[str] = ["TEXT: /(?s:.*)/"]
+
+    def grammar(self, start: str) -> Grammar:
+        return Grammar(GrammarKind.LARK, "\n".join([f"start: {start.strip()}", *self.rules]) + "\n")
+
+    def marks(self, *texts: str) -> str:
+        """Texts one after another: marks that are special tokens as such."""
+        special = self._written.special
+        return " ".join(f"<[{special[t]}]>" if t in special else json.dumps(t, ensure_ascii=False) for t in texts)
+
+    def until(self, mark: str) -> str:
+        """Any text up to a mark, and the mark."""
+        if mark in self._written.special:
+            return f"TEXT {self.marks(mark)}"
+        name = f"until_{len(self.rules)}"
+        self.rules.append(f"{name}[lazy]: TEXT {self.marks(mark)}")
+        return name
+
+    def arguments(self, schema: Mapping[str, Any]) -> str:
+        name = f"arguments_{len(self.rules)}"
+        self.rules.append(f"{name}: %json {json.dumps(schema, ensure_ascii=False)}")
+        return name
+
+    def thoughts(self, inside: bool | None) -> str:  # noqa: FBT001
+        """What may stand before the calls: nothing where the prompt has ended the thoughts already."""
+        written = self._written
+        if not written.thinks or inside is False:
+            return ""
+        if written.reasoning == GPT_OSS:
+            return f"({self.channel('analysis')})?"
+        opening, closing = written.marks
+        rest = f"{self.until(closing)} /\\n{{0,2}}/"
+        return rest if inside else f"({self.marks(opening)} {rest})?"
+
+    def channel(self, name: str) -> str:
+        """A whole message of a channel, and the head of the next one."""
+        opened = self.marks(harmony.CHANNEL, name, harmony.MESSAGE)
+        return f"{opened} {self.until(harmony.END)} {self.marks(harmony.START, 'assistant')}"
+
+    def calls(self, tools: Sequence[tuple[str, Mapping[str, Any]]], *, several: bool) -> str:
+        """One call or more."""
+        opening = self._form()[0]
+        return f"{self.marks(opening) if opening else ''} {self._behind_opening(tools, several=several)}"
+
+    def free(self, tools: Sequence[tuple[str, Mapping[str, Any]]], *, several: bool) -> str:
+        """Text, which calls may follow; what begins a call can't be text."""
+        opening, behind = self._form()[0], self._behind_opening(tools, several=several)
+        if self._written.tools == GPT_OSS:
+            final = f"{self.marks(harmony.CHANNEL, 'final', harmony.MESSAGE)} TEXT"
+            return f"{final} | ({self.channel('commentary')})? {behind}"
+        if opening:
+            return f"TEXT | {self.until(opening)} {behind}"
+        self.rules.append(r"ANSWER: /[^{\s](?s:.*)/")
+        return f"ANSWER? | {behind}"
+
+    def _behind_opening(self, tools: Sequence[tuple[str, Mapping[str, Any]]], *, several: bool) -> str:
+        _, behind, separator, tail = self._form()
+        self.rules.append(f"call: {' | '.join(self._call(name, schema) for name, schema in tools)}")
+        more = f" ({self.marks(*separator)} call)*" if several and separator else ""
+        return f"{self.marks(*behind)} call{more} {self.marks(*tail)}"
+
+    def _form(self) -> tuple[str, _Marks, _Marks, _Marks]:
+        """The mark before all calls, what follows it, what stands between two calls (nothing: there is no second one),
+        and what stands behind all."""
+        match self._written.tools:
+            case "hermes":
+                return hermes.OPEN, ("\n",), ("\n", hermes.OPEN, "\n"), ()
+            case "mistral" if self._written.variant:
+                return mistral.CALLS, (), (mistral.CALLS,), ()
+            case "mistral":
+                return mistral.CALLS, (" [",), (", ",), ("]",)
+            case "deepseek_v3":
+                return deepseek_v3.CALLS, (), ("\n",), (deepseek_v3.CALLS_END,)
+            case "llama3_json":
+                return "", (), ("; ",), ()
+            case "gpt_oss":
+                return "", (), (), ()
+        return "", (), ("\n",), ()
+
+    def _call(self, name: str, schema: Mapping[str, Any]) -> str:
+        arguments = self.arguments(schema)
+        match self._written.tools:
+            case "hermes":
+                written = f'{{"name": "{name}", "arguments": '
+                return f"{self.marks(written)} {arguments} {self.marks('}' + chr(10), hermes.CLOSE)}"
+            case "mistral" if self._written.variant:
+                return f"{self.marks(name, mistral.ARGS)} {arguments}"
+            case "deepseek_v3" if self._written.variant:
+                head = self.marks(deepseek_v3.CALL, name, deepseek_v3.SEP)
+                return f"{head} {arguments} {self.marks(deepseek_v3.CALL_END)}"
+            case "deepseek_v3":
+                head = self.marks(deepseek_v3.CALL, "function", deepseek_v3.SEP, f"{name}\n```json\n")
+                return f"{head} {arguments} {self.marks(chr(10) + '```', deepseek_v3.CALL_END)}"
+            case "gpt_oss":
+                to = self.marks(harmony.CHANNEL, f"commentary to=functions.{name} ", harmony.CONSTRAIN, "json")
+                return f"{to} {self.marks(harmony.MESSAGE)} {arguments}"
+            case "llama3_json":
+                written = f'{{"name": "{name}", "parameters": '
+            case _:
+                written = f'{{"name": "{name}", "arguments": '
+        return f'{self.marks(written)} {arguments} "}}"'

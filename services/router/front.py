@@ -173,7 +173,7 @@ class Front:
         return tuple(ids)
 
     def render_chat(self, chat: Chat) -> str:
-        """The chat as text, with all special tokens. Raises InvalidRequestError when the template refuses it, or the
+        """The chat as text with all special tokens: encode it without adding any. Raises InvalidRequestError when the template refuses it, or the
         client brings a template of its own where that is not trusted."""
         if chat.template is not None and not self.config.trust_request_chat_template:
             raise InvalidRequestError(
@@ -189,10 +189,6 @@ class Front:
             continue_final_message=chat.continue_final_message,
             template=chat.template,
         )
-
-    async def encode_chat(self, chat: Chat) -> tuple[int, ...]:
-        """Token ids of a rendered chat; the template has written the special tokens."""
-        return await self.encode_text(self.render_chat(chat), add_special_tokens=False, field="messages")
 
     def options(
         self, asked: SamplingRequest, max_tokens_default: int | None, grammar: Grammar | None = None
@@ -258,6 +254,7 @@ class Front:
                 self.metrics.prompt_tokens.inc(len(prompt))
                 base = secrets.randbits(63) if seed is None else seed
                 begun = asyncio.Event()
+                first: Journey | None = None
                 options = submission.options
                 others = msgspec.structs.replace(options, prompt_logprobs=None)  # the prompt is the same
                 for i in range(submission.options.n):
@@ -272,7 +269,8 @@ class Front:
                         deadline=submission.arrival + min(self.config.request_timeout, submission.timeout),
                         traceparent=submission.traceparent,
                     )
-                    journey = Journey(self.mesh, spec, trace)
+                    journey = Journey(self.mesh, spec, trace, first)
+                    first = first or journey
                     runs.append(self._one(journey, spec, ticket, sink_of, begun, leads=i == 0))
                     options = others
             if len(runs) == 1:

@@ -128,7 +128,9 @@ def derive_seed(seed: int, index: int) -> int:
 class Journey:
     """Runs one sample. Make one per sample; run() once."""
 
-    def __init__(self, mesh: Mesh, spec: SampleSpec, trace: Trace) -> None:
+    def __init__(self, mesh: Mesh, spec: SampleSpec, trace: Trace, first: Journey | None = None) -> None:
+        """`first` is the prompt's first sample, which has its blocks computed."""
+        self._first = first
         self._mesh, self._spec, self._trace = mesh, spec, trace
         self.room = mint_room()
         self._output: OutputText | None = None
@@ -251,6 +253,7 @@ class Journey:
                     whole_tokens=prompt + self._limit,
                     patient=open_stream,
                     alone=suspect,
+                    near=None if self._first is None else self._first._placement,
                 )
                 break
             except (UnavailableError, ContextLengthError) as exc:
@@ -356,7 +359,9 @@ class Journey:
         if output is None:
             options, eos = self._spec.options, placement.decode.instance.eos_token_ids
             stop_ids = (*options.stop_token_ids, *(() if options.ignore_eos else eos))
-            detokenizer = self._mesh.tokenizer.detokenizer(skip_special_tokens=options.skip_special_tokens)
+            detokenizer = self._mesh.tokenizer.detokenizer(
+                skip_special_tokens=options.skip_special_tokens, kept_ids=options.kept_special_ids
+            )
             output = OutputText(
                 detokenizer, options.stop, stop_ids, options.min_tokens, include_stop=options.include_stop
             )

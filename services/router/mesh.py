@@ -11,7 +11,7 @@ from services.router.breaker import Breakers, Key
 from services.router.history import History
 from services.router.live import LiveRequests
 from services.router.metrics import RouterMetrics
-from services.router.placement import Placement, Signals, choose
+from services.router.placement import Placement, Signals, beside, choose
 from services.router.poison import Convicted, SuspectGate
 from services.router.probe import Prober
 from services.router.retry import RetryBudget
@@ -67,9 +67,10 @@ class Mesh:
         whole_tokens: int = 0,
         patient: bool = False,
         alone: bool = False,
+        near: Placement | None = None,
     ) -> Placement:
         """Raises UnavailableError or ContextLengthError; see placement.choose. `alone` keeps away from workers
-        that have a suspect."""
+        that have a suspect; `near` is where the same prompt was computed."""
         now = time.monotonic()
         self._turn += 1
         barred = frozenset(self.gate.held) if alone else frozenset[int]()
@@ -97,6 +98,10 @@ class Mesh:
             fingerprint=fingerprint,
             patient=patient,
         )
+        if near is not None:
+            tokens = max(prompt_tokens + 1, whole_tokens)
+            row_of = self.table.roster.get
+            placement = beside(placement, near, row_of, signals=signals, tokens=tokens, fingerprint=fingerprint)
         self.breakers.begin_trials(breaker_keys(placement), now)
         return placement
 

@@ -3,8 +3,8 @@
     leaders of one tokenizer ─▶ that hold the request ─▶ the best rank there is
         ─▶ a decode (or MIXED) row by policy ─▶ a prefill row of its fingerprint by policy
 
-A MIXED row serves alone. A rank is the sum of what speaks against a row, so that the worse is taken only
-where there is nobody better:
+A MIXED row serves alone. Further samples of a prompt go beside() the first, whose blocks are there. A rank is the
+sum of what speaks against a row, so that the worse is taken only where there is nobody better:
 
     1  avoided: it has failed this very request        4  LOST: its lease has lapsed
     2  it holds less than the whole request may need   8  its breaker, or its pair's, is open
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
 import msgspec
 
@@ -22,7 +22,7 @@ from engine_core.lifecycle.membership import MembershipState
 from engine_core.types.errors import ContextLengthError, Leg, UnavailableError
 from engine_core.types.request import Role
 from services.config import PlacementPolicy
-from services.wire.bootstrap import RankRow, differing_parts
+from services.wire.bootstrap import RankRow, RowKey, differing_parts
 
 _RETRY_AFTER = 2.0
 _STATES = (MembershipState.READY, MembershipState.LOST)
@@ -119,6 +119,39 @@ def choose(
         # One common turn would always form the same pairs: shift by one whenever they have all been formed.
         turn += turn // math.lcm(len(decodes), len(prefills))
     return Placement(decode, _pick(policy, room, prefills, turn, rng, signals))
+
+
+def beside(
+    chosen: Placement,
+    near: Placement,
+    row_of: Callable[[RowKey], RankRow | None],
+    *,
+    signals: Signals,
+    tokens: int,
+    fingerprint: str = "",
+) -> Placement:
+    """Where the prompt's blocks are: `near` has computed them. Its prefill row, or its MIXED one, takes the place of
+    the chosen one unless anything speaks against it for this request, which needs `tokens` in all. The decode row
+    stays the chosen one where that can be: it computes no prompt."""
+
+    def well(row: RankRow) -> RankRow | None:
+        now = row_of(row.key)
+        if now is None or now.incarnation != row.incarnation or now.state is not MembershipState.READY:
+            return None
+        spoken_against = any(row.incarnation in who for who in (signals.avoid, signals.broken, signals.barred))
+        return None if spoken_against or row_limit(now) < tokens else now
+
+    if fingerprint and near.decode.instance.fingerprint != fingerprint:
+        return chosen
+    if near.prefill is None:
+        mixed = well(near.decode)
+        return chosen if mixed is None else Placement(mixed)
+    prefill = well(near.prefill)
+    partner = chosen.prefill is not None and chosen.decode.instance.fingerprint == near.prefill.instance.fingerprint
+    decode = chosen.decode if partner else well(near.decode)
+    if prefill is None or decode is None or (prefill.incarnation, decode.incarnation) in signals.broken:
+        return chosen
+    return Placement(decode, prefill)
 
 
 class _Ranks:

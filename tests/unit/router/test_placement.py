@@ -17,7 +17,7 @@ from engine_core.types.ids import RankCoord
 from engine_core.types.kv import fingerprint_of
 from engine_core.types.request import Role
 from services.config import PlacementPolicy
-from services.router.placement import Placement, Signals, choose, largest_limit, placeable
+from services.router.placement import Placement, Signals, beside, choose, largest_limit, placeable
 from services.wire.bootstrap import InstanceSpec, RankRow
 from services.wire.common import Load
 
@@ -203,3 +203,48 @@ def test_every_placement_is_a_legal_pair(
         assert placement.prefill.instance.fingerprint == placement.decode.instance.fingerprint
     if MembershipState.LOST in states:
         assert not placeable(rows, DIGEST)
+
+
+# ---- beside another sample ---------------------------------------------------------------------------
+
+NEAR = Placement(decode(0), prefill(0))
+
+
+def near(chosen: Placement, placed: Placement = NEAR, *changed: RankRow, tokens: int = 100, **more: Any) -> Any:
+    """Where a further sample goes; `changed` are rows of the first one's as they are now."""
+    table = {r.key: r for r in (*placed.rows, *changed)}
+    fingerprint = more.pop("fingerprint", "")
+    return names(beside(chosen, placed, table.get, signals=Signals(**more), tokens=tokens, fingerprint=fingerprint))
+
+
+def test_further_samples_go_where_the_prompt_was_computed() -> None:
+    assert near(Placement(decode(1), prefill(1))) == ("prefill-0", "decode-1")
+    mixed = [row(f"mixed-{i}", Role.MIXED, 300 + i) for i in range(2)]
+    assert near(Placement(mixed[1]), Placement(mixed[0])) == ("mixed-0",)
+    assert near(Placement(mixed[1])) == ("prefill-0", "decode-0"), "a MIXED one would compute it anew"
+    assert near(Placement(decode(1), prefill(1)), Placement(mixed[0])) == ("mixed-0",)
+
+
+@pytest.mark.parametrize(
+    ("now", "more"),
+    [
+        (prefill(0, state=MembershipState.DRAINING), {}),
+        (prefill(0, state=MembershipState.LOST), {}),
+        (row("prefill-0", Role.PREFILL, 999), {}),
+        (prefill(0, kv=99), {}),
+        (prefill(0), {"avoid": {100}}),
+        (prefill(0), {"barred": {100}}),
+        (prefill(0), {"broken": {100}}),
+        (prefill(0), {"broken": {(100, 201)}}),
+        (prefill(0), {"fingerprint": "another"}),
+    ],
+)
+def test_unless_anything_speaks_against_it(now: RankRow, more: dict[str, Any]) -> None:
+    assert near(Placement(decode(1), prefill(1)), NEAR, now, **more) == ("prefill-1", "decode-1")
+
+
+def test_a_decode_row_of_another_fingerprint_is_no_partner() -> None:
+    other = {"parts": {"config": "c1", "rope": "r0"}}
+    chosen = Placement(decode(1, **other), prefill(1, **other))
+    assert near(chosen) == ("prefill-0", "decode-0")
+    assert near(chosen, NEAR, decode(0, state=MembershipState.LOST)) == ("prefill-1", "decode-1")

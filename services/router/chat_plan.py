@@ -15,10 +15,11 @@ class ChatPlan(msgspec.Struct, frozen=True):
 
     grammar: Grammar | None = None
     parser_of: ParserOf | None = None
-    skip_special_tokens: bool = True
-    """False where the parser's marks are special tokens: it takes them out itself."""
+    kept_special_ids: tuple[int, ...] = ()
+    """Special tokens that the parser needs to see, and takes out of the text."""
 
 
-def plan_chat(asked: ChatRequest) -> ChatPlan:
-    """Raises InvalidRequestError when this model can't do what the client asks for."""
+def plan_chat(asked: ChatRequest, prompt: str) -> ChatPlan:
+    """The plan for a chat that was rendered as `prompt`. Raises InvalidRequestError when this model can't do what the
+    client asks for."""
     return ChatPlan()

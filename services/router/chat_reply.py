@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import orjson
@@ -28,8 +27,7 @@ class ChatReply(Reply):
         self._outputs: list[ChatOutput] = []
         self._gathered: list[Gathered] = []
         if parser_of is not None:
-            detokenizer_of = partial(spec.tokenizer.detokenizer, skip_special_tokens=spec.skip_special_tokens)
-            self._outputs = [ChatOutput(parser_of, detokenizer_of) for _ in self._texts]
+            self._outputs = [ChatOutput(parser_of, spec.detokenizer) for _ in self._texts]
             self._gathered = [Gathered() for _ in self._texts]
 
     # ---- whole ------------------------------------------------------------------------------------

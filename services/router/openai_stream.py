@@ -17,6 +17,7 @@ import msgspec
 import orjson
 
 from engine_core.types.sampling import TokenLogprobs
+from services.router.detokenizer import Detokenizer
 from services.router.journey import Delta, SampleResult
 from services.router.token_report import CompletionLogprobs, TokenNames, check_count, prompt_logprobs
 from services.router.tokenizer import RouterTokenizer
@@ -57,6 +58,7 @@ class ReplySpec(msgspec.Struct, frozen=True):
     token_ids: bool = False
     tokens_as_ids: bool = False
     skip_special_tokens: bool = True
+    kept_special_ids: tuple[int, ...] = ()
     include_usage: bool = False
     continuous_usage: bool = False
     logprobs: int | None = None
@@ -64,6 +66,10 @@ class ReplySpec(msgspec.Struct, frozen=True):
     prompt_logprobs: int | None = None
     """The same per position of the prompt, in vLLM's form."""
     timings: TimingsOf | None = None
+
+    def detokenizer(self) -> Detokenizer:
+        """The state that one output's text comes from."""
+        return self.tokenizer.detokenizer(skip_special_tokens=self.skip_special_tokens, kept_ids=self.kept_special_ids)
 
 
 class Reply:
@@ -237,8 +243,7 @@ class CompletionReply(Reply):
         self._lists = [self._new_lists() for _ in self._texts] if spec.logprobs is not None else []
 
     def _new_lists(self) -> CompletionLogprobs:
-        skip, top = self.spec.skip_special_tokens, self.spec.logprobs or 0
-        return CompletionLogprobs(self._names, top, self.spec.tokenizer.detokenizer(skip_special_tokens=skip))
+        return CompletionLogprobs(self._names, self.spec.logprobs or 0, self.spec.detokenizer())
 
     def _first(self, index: int, prompt: int) -> bytes:
         spec, more = self.spec, b""

@@ -68,6 +68,8 @@ class GenerationOptions(msgspec.Struct, frozen=True):
     include_stop: bool = False
     """Leave the stop string, or the stop token's text, in the output."""
     skip_special_tokens: bool = True
+    kept_special_ids: tuple[int, ...] = ()
+    """Special tokens that stay in the text whatever the client wants: the parser of the output takes them out."""
     scores_only: bool = False
     """The client wants the prompt's log probabilities or the prompt back: the one token is drawn and dropped."""
 

@@ -55,11 +55,11 @@ def openai_routes(front: Front) -> APIRouter:
         arrival = time.monotonic()
         asked = parse_request(ChatRequest, await read_body(request, front.config.max_body_bytes))
         model = front.check_model(asked.model)
-        plan = plan_chat(asked)
+        text = front.render_chat(asked.chat())
+        plan = plan_chat(asked, text)
         options = front.options(asked, None, plan.grammar)
-        if not plan.skip_special_tokens:
-            options = msgspec.structs.replace(options, skip_special_tokens=False)
-        prompt = await front.encode_chat(asked.chat())
+        options = msgspec.structs.replace(options, kept_special_ids=plan.kept_special_ids)
+        prompt = await front.encode_text(text, add_special_tokens=False, field="messages")
         submission = submission_of(request, asked, [prompt], options, arrival)
         reply = ChatReply(reply_spec(front, asked, submission, model), plan.parser_of)
         return await answer(front, request, submission, reply)
@@ -105,6 +105,7 @@ def reply_spec(front: Front, asked: SamplingRequest, submission: Submission, mod
         token_ids=options.return_token_ids,
         tokens_as_ids=bool(asked.return_tokens_as_token_ids),
         skip_special_tokens=options.skip_special_tokens,
+        kept_special_ids=options.kept_special_ids,
         include_usage=options.include_usage,
         continuous_usage=options.continuous_usage,
         logprobs=asked.best_tokens(),

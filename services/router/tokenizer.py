@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -116,11 +116,17 @@ class RouterTokenizer:
         """Returns the vocabulary's own spelling per id."""
         return [self._backend.id_to_token(i) for i in token_ids]
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """Returns the state for one output; special tokens are left out, or written as they are spelled."""
+    def detokenizer(self, *, skip_special_tokens: bool = True, kept_ids: Collection[int] = ()) -> Detokenizer:
+        """Returns the state for one output; special tokens are left out, all but `kept_ids`, or written as they are
+        spelled."""
+        hidden = self.bytes.special_ids.difference(kept_ids) if skip_special_tokens else frozenset[int]()
         if self.bytes.byte_level:
-            return ByteDetokenizer(self.bytes.shown if skip_special_tokens else self.bytes.of)
-        return WindowDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens))
+            if hidden and kept_ids:
+                return ByteDetokenizer(lambda token_id: b"" if token_id in hidden else self.bytes.of(token_id))
+            return ByteDetokenizer(self.bytes.shown if hidden else self.bytes.of)
+        return WindowDetokenizer(
+            lambda ids: self.decode([i for i in ids if i not in hidden], skip_special_tokens=False)
+        )
 
     def render_chat(
         self,

@@ -36,6 +36,7 @@ from services.router.journey import Delta, Journey, SampleResult, SampleSpec, Si
 from services.router.mesh import Mesh
 from services.router.metrics import RouterMetrics, WorkerFigures
 from services.router.options import GenerationOptions, SamplingDefaults, options_of
+from services.router.parsers.choice import OutputFormat, choose_format
 from services.router.placement import largest_limit
 from services.router.prompt_log import log_answers, log_prompts
 from services.router.sampling_schema import SamplingRequest
@@ -56,6 +57,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     vocab_size: int
     defaults: SamplingDefaults
     created: int
+    format: OutputFormat = OutputFormat()
+    """How the model writes calls of tools and thoughts."""
 
     @classmethod
     def read(cls, config: RouterConfig, tokenizer: RouterTokenizer) -> ModelInfo:
@@ -71,6 +74,9 @@ class ModelInfo(msgspec.Struct, frozen=True):
             vocab_size=max(tokenizer.vocab_size, vocab if isinstance(vocab, int) else 0),
             defaults=SamplingDefaults.read(read_json(root / "generation_config.json")),
             created=int(time.time()),
+            format=choose_format(
+                config.tool_call_parser, config.reasoning_parser, tokenizer.template_source, tokenizer
+            ),
         )
 
 
@@ -173,8 +179,11 @@ class Front:
         return tuple(ids)
 
     def render_chat(self, chat: Chat) -> str:
-        """The chat as text with all special tokens: encode it without adding any. Raises InvalidRequestError when the template refuses it, or the
-        client brings a template of its own where that is not trusted."""
+        """The chat as text with all special tokens: encode it without adding any.
+
+        Raises InvalidRequestError when the template refuses it, or the client brings a template of its own where
+        that is not trusted.
+        """
         if chat.template is not None and not self.config.trust_request_chat_template:
             raise InvalidRequestError(
                 "chat_template: this router takes no templates from clients (--trust-request-chat-template)",

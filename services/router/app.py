@@ -14,6 +14,7 @@ from starlette.responses import Response
 from engine_core.types.errors import CancelledSessionError, PdmeshError
 from services.router.console.routes import console_routes
 from services.router.discovery import discovery_routes
+from services.router.edge import KeyGate, Origins, Plain, check_origins
 from services.router.front import Front
 from services.router.http import RequestIds, as_pdmesh_error, error_response, json_response
 from services.router.openai_schema import (
@@ -26,30 +27,46 @@ from services.router.openai_schema import (
 from services.router.routes_native import native_routes
 from services.router.routes_openai import openai_routes
 from services.router.routes_ops import ops_routes
+from services.runtime.api_keys import ApiKeys
 
 _BODIES = (CompletionRequest, ChatRequest, GenerateRequest, TokenizeRequest, DetokenizeRequest)
 _COUNTED = frozenset({"/v1/completions", "/v1/chat/completions", "/generate"})
 
 
-def make_app(front: Front) -> FastAPI:
-    """Builds the application over one front."""
-    app = FastAPI(title="pdmesh", version=metadata.version("pdmesh"), docs_url=None, redoc_url=None)
+def make_app(front: Front, keys: ApiKeys) -> FastAPI:
+    """Builds the application over one front. Raises ConfigError for origins that are none."""
+    check_origins(front.config.cors_origin)
+    app = FastAPI(
+        title="pdmesh",
+        version=metadata.version("pdmesh"),
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     for routes in (openai_routes, native_routes, ops_routes, discovery_routes):
         app.include_router(routes(front))
     if front.config.serves_console:
         app.include_router(console_routes(front))
+
+    def count(path: str, exc: PdmeshError) -> None:
+        if path in _COUNTED:
+            front.count_end(path, exc)
+
+    # The last one added is the first that a request comes to.
+    app.add_middleware(Plain, body_seconds=front.config.body_timeout, on_failure=count)
+    app.add_middleware(KeyGate, keys=keys, on_refused=count)
+    if front.config.cors_origin:
+        app.add_middleware(Origins, origins=front.config.cors_origin)
     app.add_middleware(RequestIds)
 
     async def on_error(request: Request, exc: Exception) -> Response:
         known = as_pdmesh_error(exc)
-        if request.url.path in _COUNTED:
-            front.count_end(request.url.path, known)
+        count(request.url.path, known)
         if isinstance(known, CancelledSessionError):
             return Response(status_code=499)  # nobody reads it
         return error_response(known)
 
-    for kind in (PdmeshError, Exception):
-        app.add_exception_handler(kind, on_error)
+    app.add_exception_handler(PdmeshError, on_error)
     app.add_exception_handler(HTTPException, _on_http_error)  # type: ignore[arg-type]
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
     return app
@@ -57,14 +74,18 @@ def make_app(front: Front) -> FastAPI:
 
 async def _on_http_error(request: Request, exc: HTTPException) -> Response:
     """Unknown paths and methods, with the same body as all other errors."""
-    what = {404: f"there is no {request.url.path}", 405: f"{request.method} is not allowed here"}
+    method = request.scope.get("pdmesh.method", request.method)
+    what = {404: f"there is no {request.url.path}", 405: f"{method} is not allowed here"}
+    headers = dict(exc.headers or {})
+    if headers.get("Allow") == "GET":
+        headers["Allow"] = "GET, HEAD"
     error = {
         "message": what.get(exc.status_code, str(exc.detail)),
         "type": "invalid_request_error",
         "param": None,
         "code": {404: "not_found", 405: "method_not_allowed"}.get(exc.status_code, "http_error"),
     }
-    return json_response({"error": error}, exc.status_code, exc.headers)
+    return json_response({"error": error}, exc.status_code, headers)
 
 
 def _describe(app: FastAPI) -> dict[str, Any]:

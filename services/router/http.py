@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import math
 import re
@@ -31,7 +30,9 @@ from engine_core.types.errors import (
 )
 from services.router.json_body import short
 from services.router.poison import PoisonError
+from services.runtime.api_keys import name_of, shown_keys
 from services.runtime.errors import http_status
+from services.runtime.http_connection import ABORT
 from services.runtime.tasks import TaskOwner
 from services.runtime.telemetry import bind_log_fields
 
@@ -44,6 +45,8 @@ _DISCARD_AT_MOST = 64 * 1024 * 1024
 """Bytes of an oversized body that are read and dropped, so that the client gets to read the answer."""
 BODY_STALL_SECONDS = 30.0
 """Without a byte of the body for so long, the request is given up."""
+BODY_SECONDS = 120.0
+"""So is a body that takes longer in all; `pdmesh.body_seconds` in the scope goes before."""
 _LAST_WORD_SECONDS = 1.0
 """That a client of a router which ends has to take its error."""
 DONE = b"data: [DONE]\n\n"
@@ -53,6 +56,18 @@ class BodyTooLargeError(InvalidRequestError):
     """The body is above max_body_bytes."""
 
     reason = "BODY_TOO_LARGE"
+
+
+class ApiKeyError(InvalidRequestError):
+    """The request shows no API key, or a wrong one."""
+
+    reason = "INVALID_API_KEY"
+
+
+class BodyStalledError(DeadlineError):
+    """The body did not come in time."""
+
+    reason = "BODY_STALLED"
 
 
 class NotJsonError(InvalidRequestError):
@@ -66,17 +81,24 @@ def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | Non
     return Response(orjson.dumps(data), status, dict(headers or {}), media_type="application/json")
 
 
+_OF_HTTP: Mapping[type[PdmeshError], int] = {
+    ApiKeyError: 401,
+    BodyStalledError: 408,
+    BodyTooLargeError: 413,
+    NotJsonError: 415,
+}
+"""Errors that only HTTP knows; of all others services/runtime/errors.py knows the status."""
+
+
 def error_status(exc: PdmeshError) -> int:
     """HTTP status of an error."""
-    if isinstance(exc, BodyTooLargeError):
-        return 413
-    return 415 if isinstance(exc, NotJsonError) else http_status(exc)
+    return _OF_HTTP.get(type(exc)) or http_status(exc)
 
 
 def error_body(exc: PdmeshError) -> dict[str, Any]:
     """OpenAI's shape: {"error": {message, type, param, code}}."""
     kind = "server_error"
-    if isinstance(exc, InvalidRequestError | NotFoundError):
+    if isinstance(exc, InvalidRequestError | NotFoundError | BodyStalledError):
         kind = "invalid_request_error"
     elif isinstance(exc, QueueFullError):
         kind = "rate_limit_error"
@@ -90,8 +112,10 @@ def error_response(exc: PdmeshError) -> Response:
     headers = {}
     if status in (429, 503):
         headers["retry-after"] = str(max(1, math.ceil(exc.retry_after)))
-    if status == 413:
+    if status in (408, 413):
         headers["connection"] = "close"
+    if status == 401:
+        headers["www-authenticate"] = 'Bearer realm="pdmesh"'
     if isinstance(exc, PoisonError):
         headers["x-should-retry"] = "false"  # OpenAI's clients try a 500 again unless told not to
     return json_response(error_body(exc), status, headers)
@@ -107,16 +131,22 @@ def as_pdmesh_error(exc: BaseException) -> PdmeshError:
 
 async def read_body(request: Request, limit: int, stall: float = BODY_STALL_SECONDS) -> bytes:
     """Reads the body. Raises NotJsonError when it is declared as anything but JSON (a missing declaration passes),
-    BodyTooLargeError beyond `limit` bytes, CancelledSessionError on disconnect, DeadlineError when nothing more
-    comes for BODY_STALL_SECONDS."""
+    BodyTooLargeError beyond `limit` bytes, CancelledSessionError on disconnect, BodyStalledError when nothing more
+    comes for `stall` seconds, or not all of it within BODY_SECONDS."""
     chunks: list[bytes] = []
     size = 0
+    _check_announced(request, limit)
+    loop = asyncio.get_running_loop()
+    within = float(request.scope.get("pdmesh.body_seconds", BODY_SECONDS))
+    deadline = loop.time() + within
     while True:
         try:
-            async with asyncio.timeout(stall):
+            async with asyncio.timeout_at(min(loop.time() + stall, deadline)):
                 message = await request.receive()
         except TimeoutError:
-            raise DeadlineError(f"the body stalled for {stall:g} s", leg=Leg.ROUTER, reason="BODY_STALLED") from None
+            late = loop.time() >= deadline
+            what = f"the body did not come within {within:g} s" if late else f"the body stalled for {stall:g} s"
+            raise BodyStalledError(what, leg=Leg.ROUTER) from None
         if message["type"] == "http.disconnect":
             raise CancelledSessionError("the client went away")
         chunk = message.get("body", b"")
@@ -134,15 +164,25 @@ async def read_body(request: Request, limit: int, stall: float = BODY_STALL_SECO
     return b"".join(chunks)
 
 
+def _check_announced(request: Request, limit: int) -> None:
+    """Refuses at once what the client has not begun to send, and what would not be read to its end anyway."""
+    announced = request.headers.get("content-length", "")
+    most = limit if request.headers.get("expect", "").lower() == "100-continue" else _DISCARD_AT_MOST
+    if announced.isdecimal() and int(announced) > max(limit, most):
+        raise BodyTooLargeError(f"the body is above {limit} bytes")
+
+
 def request_id_of(scope: Scope) -> str:
     """The id of this request: the client's x-request-id, or a new one."""
     return str(scope["pdmesh.request_id"])
 
 
 def client_of(request: Request, user: str | None) -> str:
-    """Whom a request is from, for fair queueing: the API key (its digest) and the user that the body names."""
-    key = request.headers.get("authorization") or request.headers.get("x-api-key") or ""
-    return f"{hashlib.sha256(key.encode()).hexdigest()[:16] if key else ''}/{(user or '')[:256]}"
+    """Whom a request is from, for fair queueing: the API key, as a name that does not tell it, and the user that the
+    body names."""
+    shown = shown_keys(request.scope["headers"])
+    owner = request.scope.get("pdmesh.client") or (name_of(shown[0]) if shown else "")
+    return f"{owner}/{(user or '')[:256]}"
 
 
 def traceparent_of(request: Request) -> str:
@@ -262,7 +302,7 @@ OnEnd = Callable[[BaseException | None, bool], None]
 class EventResponse(Response):
     """Runs `produce(stream)` as the response.
 
-    A failure before the first event is a real status; after it, an error event and [DONE]. Whenever nothing was
+    A failure before the first event is a real status; after it, an error event, and no [DONE]. Whenever nothing was
     sent for `comment_after` seconds, before token 1 or while a broken stream waits for a worker, a comment keeps
     the connection awake (and fixes the status at 200).
     A client that takes nothing for `stall` seconds counts as gone.
@@ -289,6 +329,7 @@ class EventResponse(Response):
             await until_disconnect(receive, self._run(stream), self._tasks)
         except CancelledSessionError as exc:
             failure = exc  # nobody reads any more
+            await _cut(scope, receive)
         except asyncio.CancelledError as exc:  # this router ends: its drain took too long
             failure = exc
             if stream.started:
@@ -325,5 +366,14 @@ class EventResponse(Response):
             await error_response(exc)(scope, receive, send)
             return
         with contextlib.suppress(CancelledSessionError):
-            await stream.write(b"data: " + orjson.dumps(error_body(exc)) + b"\n\n" + DONE)
+            await stream.write(b"data: " + orjson.dumps(error_body(exc)) + b"\n\n")
             await stream.end()
+
+
+async def _cut(scope: Scope, receive: Receive) -> None:
+    """Cuts the connection of a client that does not read: what it did not take would stay in memory with it."""
+    abort = scope.get("extensions", {}).get(ABORT)
+    if abort is not None:
+        abort["call"]()
+        while (await receive())["type"] != "http.disconnect":
+            pass

@@ -11,9 +11,11 @@ import os
 import socket
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from engine_core.types.digest import tokenizer_digest
 from engine_core.types.errors import ConfigError
@@ -29,7 +31,9 @@ from services.router.rooms import RoomRecorder
 from services.router.table import WatchedTable
 from services.router.tokenizer import RouterTokenizer
 from services.runtime.addresses import dialable
+from services.runtime.api_keys import ApiKeys
 from services.runtime.channels import ChannelPool
+from services.runtime.http_connection import Connections, HttpLimits, allow_files
 from services.runtime.http_server import HttpServer
 from services.runtime.security import Security
 from services.runtime.tasks import Stop, TaskOwner
@@ -43,6 +47,8 @@ log = logging.getLogger(__name__)
 
 _SYNC_TIMEOUT = 5.0
 _FLUSH_TIMEOUT = 2.0
+_OTHER_FILES = 512
+"""That this process may have open beside its clients' connections: to workers, to Bootstraps, and its own."""
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}
 """Hosts that mean every address, with what to dial on this machine."""
 
@@ -90,13 +96,17 @@ async def run(config: RouterConfig, stop: Stop, on_ready: Callable[[dict[str, An
     metrics.registry.register(TableFigures(watcher.roster, partial(_ready, mesh), mesh.live.states))
     tracing = start_tracing(config.otlp_endpoint, config.trace_sample_ratio, "router", reachable)
     front.traces.tracer = tracing
-    server = HttpServer(_uvicorn_config(config, front, tls))
+    keys = ApiKeys(config.api_key, Path(config.api_key_file) if config.api_key_file else None)
+    security.also(keys)
+    connections = _connections(config, metrics)
+    server = HttpServer(_uvicorn_config(config, make_app(front, keys), tls, connections))
     tasks = TaskOwner("router", on_error=lambda name, exc: stop.request_now())
     try:
         watcher.start()
         tasks.spawn(security.watch(), "key files")
         tasks.spawn(recorder.run(), "rooms")
         tasks.spawn(lag.run(), "loop lag")
+        tasks.spawn(connections.watch(), "connections")
         tasks.spawn(mesh.prober.run(), "breakers")
         if config.serves_console:
             tasks.spawn(keep_history(front), "history")
@@ -138,10 +148,29 @@ async def _stop_in_stages(server: HttpServer, front: Front, stop: Stop) -> None:
     server.force_exit = True
 
 
-def _uvicorn_config(config: RouterConfig, front: Front, tls: HttpTls | None) -> uvicorn.Config:
+def _connections(config: RouterConfig, metrics: RouterMetrics) -> Connections:
+    allowed = allow_files(config.max_connections + _OTHER_FILES)
+    if allowed < config.max_connections + _OTHER_FILES:
+        log.warning(
+            "this process may open %d files: too few for --max-connections %d (ulimit -n)",
+            allowed,
+            config.max_connections,
+        )
+    limits = HttpLimits(
+        connections=config.max_connections,
+        head_bytes=config.max_header_bytes,
+        head_seconds=config.header_timeout,
+        stall_seconds=config.client_stall_timeout,
+    )
+    return Connections(limits, lambda reason: metrics.refused_connections.labels(reason).inc())
+
+
+def _uvicorn_config(
+    config: RouterConfig, app: FastAPI, tls: HttpTls | None, connections: Connections
+) -> uvicorn.Config:
     return uvicorn.Config(
-        make_app(front),
-        http="httptools",
+        app,
+        http=connections.protocol,  # type: ignore[arg-type]  # whatever makes a protocol does
         ws="none",
         lifespan="off",
         log_config=None,

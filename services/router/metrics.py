@@ -45,6 +45,12 @@ class RouterMetrics:
         self.registry = registry = service_registry("router", lag or LoopLagMonitor())
         name = "pdmesh_router"
         self.requests = Counter(f"{name}_requests", "HTTP requests by path and end", ["path", "end"], registry=registry)
+        self.refused_connections = Counter(
+            f"{name}_refused_connections",
+            "HTTP connections that were ended or cut short before or without a request's own answer, by reason",
+            ["reason"],
+            registry=registry,
+        )
         self.samples = Counter(
             f"{name}_samples",
             "Samples by finish reason, and by path: pd (prefilled elsewhere) or local",

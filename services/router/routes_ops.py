@@ -28,6 +28,7 @@ def ops_routes(front: Front) -> APIRouter:
 
     @router.get("/health")
     @router.get("/liveness")
+    @router.get("/ping")
     async def health() -> Response:
         """200 while this process serves HTTP, whatever the workers do."""
         return json_response({"status": "ok"})

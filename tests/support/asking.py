@@ -52,6 +52,9 @@ class Answer:
     finish_reason: str = ""
     stop_reason: Any = None
     cached: int = 0
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    """Per token, as /generate lists them."""
+    prompt_logprobs: list[dict[str, Any] | None] = field(default_factory=list)
     path: str = ""
     transport: str = ""
     prefill: str = ""
@@ -66,7 +69,9 @@ class Answer:
     def claim(self) -> Claim:
         """For the oracle."""
         known = {n: v for n, v in self.options.items() if n in SamplingParams.__struct_fields__}
-        return Claim(self.prompt, tuple(self.ids), SamplingParams(**{**known, "stop_token_ids": self._stops()}))
+        biases = tuple((int(token), bias) for token, bias in self.options.get("logit_bias", {}).items())
+        params = SamplingParams(**{**known, "stop_token_ids": self._stops(), "logit_bias": biases})
+        return Claim(self.prompt, tuple(self.ids), params)
 
     def _stops(self) -> tuple[int, ...]:
         return tuple(self.options.get("stop_token_ids", ()))
@@ -255,13 +260,15 @@ class Asker:
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    ended = False
+    ended = failed = False
     async for line in response.aiter_lines():
         if line == "data: [DONE]":
             ended = True
         elif line.startswith("data: "):
-            yield json.loads(line.removeprefix("data: "))
-    assert ended, "the stream has no [DONE]"
+            event = json.loads(line.removeprefix("data: "))
+            failed = failed or "error" in event
+            yield event
+    assert ended is not failed, "the stream must end in [DONE] or an error, and not in both"
 
 
 def _take(answer: Answer, data: dict[str, Any]) -> None:
@@ -272,6 +279,9 @@ def _take(answer: Answer, data: dict[str, Any]) -> None:
     part = data["choices"][0] if data.get("choices") else data
     answer.text += part.get("text", "")
     answer.ids += part.get("output_ids", part.get("token_ids", []))
+    if isinstance(part.get("logprobs"), list):
+        answer.logprobs += part["logprobs"]
+    answer.prompt_logprobs = part.get("prompt_logprobs") or answer.prompt_logprobs
     answer.finish_reason = part.get("finish_reason") or answer.finish_reason
     answer.stop_reason = part.get("stop_reason") or answer.stop_reason
     usage = data.get("usage") or {}

@@ -280,7 +280,7 @@ def check_ends(
         assert answer.error is not None, told
         assert answer.error["message"] and answer.error["type"] == "server_error" and answer.error["code"], told
         if answer.status == 200:
-            assert answer.done and answer.ask.stream, told
+            assert answer.ask.stream and not answer.done, told
         else:
             assert answer.status in statuses and not answer.token_ids, told
         if legs:

@@ -168,6 +168,12 @@ class RouterConfig(CommonConfig):
     trust_request_chat_template: bool = Field(
         False, description="Render chat templates that requests bring; only for clients that you trust"
     )
+    tool_call_parser: str = Field(
+        "auto", description="How the model writes tool calls: a name, auto (by its chat template) or none"
+    )
+    reasoning_parser: str = Field(
+        "auto", description="How the model writes its reasoning: a name, auto (by its chat template) or none"
+    )
     max_tokens_default: int = Field(0, ge=0, description="Limit of /v1/completions when a client names none; 0 is 16")
     console: bool | None = Field(None, description="Web console at /console; by default on a loopback address alone")
 

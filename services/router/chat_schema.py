@@ -13,7 +13,7 @@ from services.router.fields import MAX_INT, Arguments, Content, Strict
 from services.router.sampling_schema import MAX_LOGPROBS, SamplingRequest
 
 MAX_TOOLS = 128
-_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
 
 class _Open(BaseModel):
@@ -51,12 +51,25 @@ class ChatMessage(_Open):
         return {**self.model_dump(), "content": self.content or ""}
 
 
+def _object_schema(value: Any) -> dict[str, Any] | None:
+    """A JSON schema whose values are objects; one that names no type is taken as such."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or value.get("type", "object") != "object":
+        raise ValueError("must be a JSON schema of type object")
+    return value
+
+
+_OBJECT_SCHEMA = {"anyOf": [{"type": "object", "properties": {"type": {"enum": ["object"]}}}, {"type": "null"}]}
+ObjectSchema = Annotated[dict[str, Any] | None, BeforeValidator(_object_schema), WithJsonSchema(_OBJECT_SCHEMA)]
+
+
 class FunctionSpec(_Open):
     """A function that the model may call; `parameters` is a JSON schema."""
 
     name: str = Field(pattern=_NAME)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: ObjectSchema = None
     strict: bool | None = None
 
 

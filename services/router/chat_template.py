@@ -7,7 +7,9 @@ tag, and the helpers raise_exception, strftime_now, tojson, dict and namespace.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -19,6 +21,7 @@ import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine_core.types.errors import InvalidRequestError
+from services.router.plain_tools import in_words
 
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -102,7 +105,10 @@ class ChatTemplate:
         )
         self._template = env.from_string(source)
         self._special_tokens = dict(special_tokens)
+        self.source = source
         self._knows_developer = "developer" in source
+        self._knows_tools = re.search(r"\btools\b", source) is not None
+        self._short_ids = "strings with length 9" in source
 
     def render(
         self,
@@ -121,6 +127,8 @@ class ChatTemplate:
         InvalidRequestError (field messages) when the template refuses the chat.
         """
         chat = [self._message(message) for message in messages]
+        if not self._knows_tools:
+            chat, tools = in_words(chat, tools), ()
         last = str(chat[-1].get("content", "")) if continue_final_message else ""
         if continue_final_message:
             chat[-1]["content"] = last + _END_MARK
@@ -142,7 +150,24 @@ class ChatTemplate:
             out = {"thinking": reasoning, **out, "reasoning_content": reasoning}
         if out.get("role") == "developer" and not self._knows_developer:
             out["role"] = "system"
+        if self._short_ids:
+            out = _with_short_ids(out)
         return out
+
+
+def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+    """Mistral's templates take ids of nine letters and digits alone: others become such, each always the same."""
+    if isinstance(found := message.get("tool_call_id"), str):
+        message["tool_call_id"] = _short_id(found)
+    if isinstance(calls := message.get("tool_calls"), list):
+        message["tool_calls"] = [{**call, "id": _short_id(str(call.get("id")))} for call in calls]
+    return message
+
+
+def _short_id(call_id: str) -> str:
+    if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
 
 def _cut_behind(text: str, message: str) -> str:

@@ -56,7 +56,7 @@ def openai_routes(front: Front) -> APIRouter:
         asked = parse_request(ChatRequest, await read_body(request, front.config.max_body_bytes))
         model = front.check_model(asked.model)
         text = front.render_chat(asked.chat())
-        plan = plan_chat(asked, text)
+        plan = plan_chat(asked, front.model.format, text)
         options = front.options(asked, None, plan.grammar)
         options = msgspec.structs.replace(options, kept_special_ids=plan.kept_special_ids)
         prompt = await front.encode_text(text, add_special_tokens=False, field="messages")

@@ -84,6 +84,20 @@ class RouterTokenizer:
         """False for base models, which take no chats."""
         return self._template is not None
 
+    @property
+    def template_source(self) -> str:
+        """The chat template's text; empty for base models."""
+        return "" if self._template is None else self._template.source
+
+    def has_token(self, text: str) -> bool:
+        """True when one token, special or not, is spelled so."""
+        return self._backend.token_to_id(text) is not None
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that is spelled so; None when there is none."""
+        found: int | None = self._backend.token_to_id(text)
+        return found if found in self.bytes.special_ids else None
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns token ids; takes about 1 ms per 2,000 characters."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids

@@ -44,12 +44,20 @@ def forced_calls(
     return lark.grammar(f"{lark.thoughts(inside)} {calls}")
 
 
-def strict_calls(
-    written: OutputFormat, functions: Sequence[Function], *, several: bool, inside: bool | None = None
+def free_calls(
+    written: OutputFormat,
+    functions: Sequence[Function],
+    *,
+    several: bool,
+    inside: bool | None = None,
+    answer: Grammar | None = None,
 ) -> Grammar:
-    """Free text, or calls: arguments of strict functions follow their schemas, those of others are any object."""
+    """Text, or calls: arguments of strict functions follow their schemas, those of others are any object. Text is free
+    unless `answer` says what it has to be."""
     lark = _Lark(written)
     tools = [(f.name, f.schema if f.strict else _ANYTHING) for f in functions]
+    if answer is not None:
+        return lark.grammar(f"{lark.thoughts(inside)} ({lark.answer(answer)} | {lark.calls(tools, several=several)})")
     return lark.grammar(f"{lark.thoughts(inside)} ({lark.free(tools, several=several)})")
 
 
@@ -58,16 +66,7 @@ def after_thoughts(written: OutputFormat, grammar: Grammar, *, inside: bool | No
     if not written.thinks or inside is False:
         return grammar
     lark = _Lark(written)
-    match grammar.kind:
-        case GrammarKind.JSON_SCHEMA:
-            body = f"%json {grammar.text}"
-        case GrammarKind.REGEX:
-            body = "/" + grammar.text.replace("/", r"\/") + "/"
-        case GrammarKind.LARK:
-            body = "%lark {\n" + grammar.text + "\n}"
-    lark.rules.append(f"answer: {body}")
-    final = f"{lark.marks(harmony.CHANNEL, 'final', harmony.MESSAGE)} " if written.reasoning == GPT_OSS else ""
-    return lark.grammar(f"{lark.thoughts(inside)} {final}answer")
+    return lark.grammar(f"{lark.thoughts(inside)} {lark.answer(grammar)}")
 
 
 class _Lark:
@@ -84,6 +83,20 @@ class _Lark:
         """Texts one after another: marks that are special tokens as such."""
         special = self._written.special
         return " ".join(f"<[{special[t]}]>" if t in special else json.dumps(t, ensure_ascii=False) for t in texts)
+
+    def answer(self, grammar: Grammar) -> str:
+        """The answer has to be this."""
+        match grammar.kind:
+            case GrammarKind.JSON_SCHEMA:
+                body = f"%json {grammar.text}"
+            case GrammarKind.REGEX:
+                body = "/" + grammar.text.replace("/", r"\/") + "/"
+            case GrammarKind.LARK:
+                body = "%lark {\n" + grammar.text + "\n}"
+        self.rules.append(f"answer: {body}")
+        if GPT_OSS in (self._written.reasoning, self._written.tools):
+            return f"{self.marks(harmony.CHANNEL, 'final', harmony.MESSAGE)} answer"
+        return "answer"
 
     def until(self, mark: str) -> str:
         """Any text up to a mark, and the mark."""

@@ -235,6 +235,139 @@ def test_options_fill_in_defaults() -> None:
         options(completion(min_tokens=6, max_tokens=5))
 
 
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest, GenerateRequest, TokenizeRequest])
+def test_null_is_as_absent_and_the_description_says_so(kind: Any) -> None:
+    needed: dict[str, Any] = {"prompt": "a"} if kind in (CompletionRequest, TokenizeRequest) else {}
+    needed |= {"messages": USER} if kind is ChatRequest else {"text": "a"} if kind is GenerateRequest else {}
+    properties = kind.model_json_schema()["properties"]
+    optional = [name for name in properties if name not in needed]
+    assert len(optional) > 8
+    plain = parse_request(kind, orjson.dumps(needed))
+    assert parse_request(kind, orjson.dumps({**needed, **dict.fromkeys(optional)})) == plain
+    for name in optional:
+        variants = properties[name].get("anyOf", [properties[name]])
+        assert {"type": "null"} in variants, name
+
+
+def test_penalties_biases_and_reports_reach_the_options() -> None:
+    asked = options(
+        completion(
+            frequency_penalty=-2, presence_penalty=1.5, repetition_penalty=1.25, logit_bias={"7": -100, "0": 3.5},
+            logprobs=4, prompt_logprobs=2, include_stop_str_in_output=True, skip_special_tokens=False, max_tokens=65535,
+        )
+    )  # fmt: skip
+    assert (asked.frequency_penalty, asked.presence_penalty, asked.repetition_penalty) == (-2.0, 1.5, 1.25)
+    assert asked.logit_bias == ((7, -100.0), (0, 3.5))
+    assert (asked.logprobs, asked.prompt_logprobs, asked.max_tokens) == (4, 2, 65535)
+    assert (asked.include_stop, asked.skip_special_tokens, asked.scores_only) == (True, False, False)
+    plain = options(completion())
+    assert (plain.logprobs, plain.prompt_logprobs, plain.logit_bias, plain.repetition_penalty) == (None, None, (), 1.0)
+    assert options(completion(), SamplingDefaults.read({"repetition_penalty": 1.1})).repetition_penalty == 1.1
+
+
+def test_log_probabilities_in_both_forms() -> None:
+    for value, read in ((0, 0), (20, 20), (True, 1), (False, None), (None, None)):
+        assert options(completion(logprobs=value)).logprobs == read
+    assert options(chat(logprobs=True)).logprobs == 0
+    assert options(chat(logprobs=True, top_logprobs=20)).logprobs == 20
+    assert options(chat(top_logprobs=0)).logprobs is None
+    assert options(completion(echo=True, logprobs=3)).prompt_logprobs == 3
+    assert options(completion(echo=True, logprobs=3, prompt_logprobs=5)).prompt_logprobs == 5
+    assert options(completion(echo=True)).prompt_logprobs is None
+
+
+def test_scoring_alone_draws_one_token_to_drop() -> None:
+    for asked in (
+        completion(max_tokens=0, echo=True),
+        completion(max_tokens=0, prompt_logprobs=0),
+        chat(max_completion_tokens=0, prompt_logprobs=1),
+    ):
+        found = options(asked)
+        assert (found.max_tokens, found.scores_only) == (1, True)
+    assert not options(completion(max_tokens=1, echo=True)).scores_only
+
+
+def test_the_best_of_some_samples() -> None:
+    asked = completion(n=2, best_of=5)
+    found = options(asked)
+    assert (found.n, found.logprobs) == (5, 0)
+    assert (options(completion(n=3)).n, options(completion(n=3)).logprobs) == (3, None)
+    assert options(completion(n=2, best_of=2)).logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("ask", "fields", "field", "told"),
+    [
+        (completion, {"best_of": 2, "n": 3}, "best_of", "below n 3"),
+        (completion, {"best_of": 2, "stream": True}, "best_of", "not with stream"),
+        (completion, {"max_tokens": 0}, "max_tokens", "asks for nothing"),
+        (chat, {"max_tokens": 0}, "max_tokens", "asks for nothing"),
+        (chat, {"max_completion_tokens": 0}, "max_completion_tokens", "asks for nothing"),
+        (chat, {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        (chat, {"logprobs": 3}, "logprobs", "boolean"),
+        (completion, {"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "1025 tokens"),
+        (completion, {"logit_bias": {"5.0": 1}}, "logit_bias", "not a token id"),
+        (completion, {"logit_bias": {"5": 100.5}}, "logit_bias", "from -100 to 100"),
+        (completion, {"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema.schema"),
+        (chat, {"tool_choice": "required"}, "tool_choice", "needs tools"),
+        (chat, {"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "no function 'g'"),
+        (chat, {"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "must be none, auto, required"),
+        (chat, {"tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
+        (chat, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
+        (chat, {"continue_final_message": True}, "continue_final_message", "assistant"),
+        (chat, {"reasoning_effort": "huge"}, "reasoning_effort", "low"),
+    ],
+)  # fmt: skip
+def test_fields_that_contradict_each_other(ask: Any, fields: dict[str, Any], field: str, told: str) -> None:
+    with pytest.raises(InvalidRequestError, match=told) as caught:
+        ask(**fields)
+        # What depends on the messages shows when they are put together.
+        ask(**fields).chat()
+    assert caught.value.field == field
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}]
+
+
+def test_tools_reach_the_template_unless_they_must_not_be_called() -> None:
+    asked = chat(tools=TOOLS)
+    assert (asked.choice, list(asked.chat().tools)) == ("auto", TOOLS)
+    assert chat(tools=TOOLS, tool_choice="none").chat().tools == ()
+    named = chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "f"}})
+    assert named.choice == "function:f" and named.chat().tools == tuple(TOOLS)
+    assert (chat().choice, chat(tools=[]).choice) == ("none", "none")
+    with pytest.raises(InvalidRequestError, match="twice"):
+        chat(tools=[*TOOLS, *TOOLS])
+
+
+def test_past_calls_have_their_arguments_as_objects() -> None:
+    def call(arguments: Any) -> dict[str, Any]:
+        return {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+    told = ('{"a": null}', '{"a": [1]}', "", None, "no json", {"b": None})
+    messages = [*USER, {"role": "assistant", "content": None, "tool_calls": [call(a) for a in told]}]
+    (_, message) = chat(messages=messages).chat().messages
+    assert message["content"] == ""
+    read = [c["function"]["arguments"] for c in message["tool_calls"]]
+    assert read == [{"a": None}, {"a": [1]}, {}, {}, "no json", {"b": None}]
+
+
+def test_what_the_template_is_told_beside_the_messages() -> None:
+    asked = chat(reasoning_effort="low", chat_template_kwargs={"x": 1}, documents=[{"text": "d"}])
+    found = asked.chat()
+    assert found.kwargs == {"reasoning_effort": "low", "x": 1} and found.documents == ({"text": "d"},)
+    off = chat(reasoning_effort="none", chat_template_kwargs={"thinking": True}).chat()
+    assert off.kwargs == {"reasoning_effort": "none", "enable_thinking": False, "thinking": True}
+    going = chat(messages=[*USER, {"role": "assistant", "content": "so"}], continue_final_message=True)
+    assert (going.chat().continue_final_message, going.chat().add_generation_prompt) == (True, False)
+    with pytest.raises(InvalidRequestError, match="not together"):
+        chat(
+            messages=[*USER, {"role": "assistant", "content": "so"}],
+            continue_final_message=True,
+            add_generation_prompt=True,
+        ).chat()
+
+
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),

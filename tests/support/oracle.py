@@ -8,6 +8,10 @@ and each token must be one that those logits allow.
                 are further apart than that, only one token is: it is token for token there.
     sampled     the draw of (seed, position) from these logits gives it, or does so from logits that differ
                 by rounding: noise of `tolerance` at most.
+    reported    log probabilities lie within `tolerance` of those of transformers' logits, and so do ranks.
+
+Bans, biases and penalties of the request are done to the logits first; a request with a grammar needs its own
+checks.
 
 Outputs are checked in batches and remembered by their tokens, so that the same output costs once.
 """
@@ -25,9 +29,9 @@ import numpy.typing as npt
 import torch
 
 from engine_core.execution.batch import DrawRow
-from engine_core.execution.sampler import draw
+from engine_core.execution.sampler import adjusted, draw
 from engine_core.types.request import FinishReason
-from engine_core.types.sampling import SamplingParams
+from engine_core.types.sampling import SamplingParams, TokenLogprobs
 
 TOLERANCES = {"float32": 2e-3, "bfloat16": 0.3}
 """Logits that differ by less may be the same but for rounding, by the data type of the engine under test."""
@@ -39,11 +43,14 @@ Rows = npt.NDArray[np.float32]
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """Somebody says that `output` is what `prompt` gives."""
+    """Somebody says that `output` is what `prompt` gives, and that these are log probabilities: one per token of the
+    output, one per token of the prompt but the first; empty where none were reported."""
 
     prompt: tuple[int, ...]
     output: tuple[int, ...]
     params: SamplingParams
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -56,7 +63,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
     `gaps` are distances in logits from each token to the best allowed one, greedy claims only; `margin` is
     the smallest distance between the two best; `moved` are indexes of tokens that only rounding explains;
-    `wrong` is the first index that nothing explains, or -1.
+    `wrong` is the first index that nothing explains, or -1 (0 for what is reported of the prompt).
     """
 
     right: bool
@@ -134,7 +141,8 @@ class Oracle:
     # ---- logits ---------------------------------------------------------------------------------------
 
     def _logits(self, claims: Iterable[Claim]) -> Iterator[tuple[Claim, Rows]]:
-        """Yields each claim with logits [len(output), V]; row i is what output[i] was drawn from."""
+        """Yields each claim with logits [len(output), V]; row i is what output[i] was drawn from. Where log
+        probabilities of the prompt are claimed, the rows that they follow from come first."""
         for batch in _batches(claims):
             width = max(len(c.tokens) for c in batch) - 1
             ids = torch.zeros((len(batch), width), dtype=torch.long)
@@ -147,8 +155,8 @@ class Oracle:
                 hidden = self._model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
                 self.forwards += 1
                 for row, claim in enumerate(batch):
-                    first = len(claim.prompt) - 1
-                    part = hidden[row, first : first + len(claim.output)]
+                    last = len(claim.prompt) - 1
+                    part = hidden[row, 0 if claim.prompt_logprobs else last : last + len(claim.output)]
                     yield claim, self._model.get_output_embeddings()(part).float().numpy()
 
     # ---- judgement ------------------------------------------------------------------------------------
@@ -156,28 +164,40 @@ class Oracle:
     def _judge(self, claim: Claim, rows: Rows, tolerance: float) -> Verdict:
         params, gaps, moved = claim.params, [], []
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_token_ids)
-        margin, wrong, message = float("inf"), -1, ""
+        margin, wrong = float("inf"), -1
+        message = ""
+        if claim.prompt_logprobs:
+            before = len(claim.prompt) - 1
+            message = _reported(
+                claim.prompt_logprobs, rows[:before], claim.prompt[1:], params.prompt_logprobs, tolerance
+            )
+            rows = rows[before:]
+        if not message and claim.logprobs:
+            message = _reported(claim.logprobs, rows, claim.output, params.logprobs, tolerance)
+        if message:
+            return Verdict(False, 0, (), (), margin, message)
         for index, token in enumerate(claim.output):
             banned = tuple(sorted(stops)) if index < params.min_tokens else ()
-            row = rows[index].copy()
-            row[list(banned)] = -np.inf
+            position = len(claim.prompt) + index
+            drawn = DrawRow(params, position, banned, known=claim.tokens[:position], prompt_len=len(claim.prompt))
+            row = rows[index]
             if params.temperature <= 0:
-                best = float(row.max())
-                second = float(np.partition(row, -2)[-2]) if row.size > 1 else -np.inf
-                gap = best - float(row[token])
+                x = adjusted(row, drawn)
+                best = float(x.max())
+                second = float(np.partition(x, -2)[-2]) if x.size > 1 else -np.inf
+                gap = best - float(x[token])
                 gaps.append(gap)
                 margin = min(margin, best - second)
                 if gap > tolerance:
                     wrong = index
                     message = (
-                        f"token {index} is {token}, {gap:.4g} below the best one, {int(row.argmax())}; "
+                        f"token {index} is {token}, {gap:.4g} below the best one, {int(x.argmax())}; "
                         f"tolerance {tolerance:g}"
                     )
                     break
                 if gap > 0:
                     moved.append(index)
             else:
-                drawn = DrawRow(params, len(claim.prompt) + index, banned)
                 found = draw(row, drawn)
                 if found == token:
                     continue
@@ -186,6 +206,30 @@ class Oracle:
                     break
                 moved.append(index)
         return Verdict(wrong < 0, wrong, tuple(moved), tuple(gaps), margin, message)
+
+
+def _reported(
+    reports: Sequence[TokenLogprobs], rows: Rows, tokens: Sequence[int], top: int | None, tolerance: float
+) -> str:
+    """What is wrong with reports of these tokens, whose logits are rows [T, V]; nothing when all is right."""
+    if [r.token_id for r in reports] != list(tokens):
+        return f"log probabilities are of tokens {[r.token_id for r in reports]}, not of {list(tokens)}"
+    table = torch.from_numpy(rows).double().log_softmax(-1).numpy()
+    for i, (report, row) in enumerate(zip(reports, table, strict=True)):
+        own = float(row[report.token_id])
+        highest, lowest = 1 + (row > own + 2 * tolerance).sum(), (row >= own - 2 * tolerance).sum()
+        listed = [report.logprob, *(p for _, p in report.top)]
+        right = [own, *(float(row[t]) for t, _ in report.top)]
+        best = np.sort(row)[::-1][: len(report.top)]
+        if len({t for t, _ in report.top}) != min(top or 0, row.size) or len(report.top) != min(top or 0, row.size):
+            return f"report {i} lists {report.top}; {top or 0} tokens were asked for"
+        if not highest <= report.rank <= lowest:
+            return f"report {i} ranks token {report.token_id} {report.rank}; it is {highest}"
+        if not np.allclose(listed, right, atol=tolerance, rtol=0):
+            return f"report {i} is {report}; by transformers the log probabilities are {right}"
+        if not np.allclose([p for _, p in report.top], best, atol=tolerance, rtol=0):
+            return f"report {i} lists {report.top}; the best have {best.tolist()}"
+    return ""
 
 
 def _batches(claims: Iterable[Claim]) -> Iterator[list[Claim]]:

@@ -8,9 +8,10 @@ import torch
 import transformers
 
 from engine_core.execution.batch import DrawRow
+from engine_core.execution.logprobs import logprobs_of
 from engine_core.execution.sampler import draw
 from engine_core.types.request import FinishReason
-from engine_core.types.sampling import SamplingParams
+from engine_core.types.sampling import SamplingParams, TokenLogprobs
 from tests.support.models import tiny_model
 from tests.support.oracle import Claim, Oracle
 
@@ -30,7 +31,8 @@ def sampled(prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
     for _ in range(params.max_tokens):
         with torch.inference_mode():
             row = model(torch.tensor([tokens])).logits[0, -1].float().numpy()
-        tokens.append(draw(row, DrawRow(params, len(tokens), ())))
+        drawn = DrawRow(params, len(tokens), known=tuple(tokens), prompt_len=len(prompt))
+        tokens.append(draw(row, drawn))
     return tuple(tokens[len(prompt) :])
 
 
@@ -93,6 +95,16 @@ def test_an_output_is_judged_once(oracle: Oracle) -> None:
         SamplingParams(max_tokens=8, temperature=1.0, seed=7, ignore_eos=True),
         SamplingParams(max_tokens=8, temperature=0.7, seed=1, top_k=20, top_p=0.9, ignore_eos=True),
         SamplingParams(max_tokens=8, temperature=1.3, seed=2, min_p=0.02, ignore_eos=True),
+        SamplingParams(
+            max_tokens=8,
+            temperature=3.0,
+            seed=3,
+            ignore_eos=True,
+            frequency_penalty=1.0,
+            presence_penalty=0.5,
+            repetition_penalty=1.2,
+            logit_bias=((7, 9.0), (99, -100.0)),
+        ),
     ),
 )
 def test_sampled_draws_replay(oracle: Oracle, params: SamplingParams) -> None:
@@ -109,6 +121,45 @@ def test_tokens_that_may_not_be_drawn_yet_are_passed_over(oracle: Oracle) -> Non
     verdict = oracle.verify([Claim(PROMPT, (first,), params)])[0]
     assert verdict.wrong == 0
     assert verdict.gaps == (float("inf"),)
+
+
+def test_penalties_and_biases_move_the_best(oracle: Oracle) -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True, frequency_penalty=4.0, logit_bias=((33, 12.0),))
+    output = sampled(PROMPT, params)
+    assert oracle.assert_right([Claim(PROMPT, output, params)])[0].exact
+    for other in (
+        SamplingParams(max_tokens=12, ignore_eos=True, logit_bias=((33, 12.0),)),
+        SamplingParams(max_tokens=12, ignore_eos=True, frequency_penalty=4.0),
+    ):
+        assert not oracle.verify([Claim(PROMPT, output, other)])[0].right
+
+
+def test_log_probabilities_are_checked(oracle: Oracle) -> None:
+    params = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    output = oracle.greedy(PROMPT, 4, ignore_eos=True)
+    with torch.inference_mode():
+        rows = oracle._model(torch.tensor([[*PROMPT, *output]])).logits[0].float().numpy()
+    before = len(PROMPT) - 1
+    of_prompt = tuple(logprobs_of(rows[i], PROMPT[i + 1], 0, 1) for i in range(before))
+    of_output = tuple(logprobs_of(rows[before + i], token, 0, 2) for i, token in enumerate(output))
+    right = Claim(PROMPT, output, params, of_output, of_prompt)
+    assert oracle.assert_right([right])[0].exact
+    first, *rest = of_output
+    ((best, p), (second, q)) = first.top
+    for wrong in (
+        TokenLogprobs(first.token_id, first.logprob - 0.01, first.rank, first.top),
+        TokenLogprobs(first.token_id, first.logprob, first.rank + 1, first.top),
+        TokenLogprobs(first.token_id + 1, first.logprob, first.rank, first.top),
+        TokenLogprobs(first.token_id, first.logprob, first.rank, first.top[:1]),
+        TokenLogprobs(first.token_id, first.logprob, first.rank, ((best, p), (best, p))),
+        TokenLogprobs(first.token_id, first.logprob, first.rank, ((best, p), (second + 1, q))),
+        TokenLogprobs(first.token_id, first.logprob, first.rank, ((second, q), (best, p))),
+    ):
+        assert not oracle.verify([Claim(PROMPT, output, params, (wrong, *rest), of_prompt)])[0].right, wrong
+    assert not oracle.verify([Claim(PROMPT, output, params, of_output, of_prompt[1:])])[0].right
+    assert not oracle.verify([Claim(PROMPT, output, params, of_output[:3], of_prompt)])[0].right
+    off = (TokenLogprobs(PROMPT[1], of_prompt[0].logprob + 0.01, of_prompt[0].rank, of_prompt[0].top), *of_prompt[1:])
+    assert not oracle.verify([Claim(PROMPT, output, params, of_output, off)])[0].right
 
 
 def test_ends(oracle: Oracle) -> None:

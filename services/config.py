@@ -283,6 +283,8 @@ C = TypeVar("C", bound=CommonConfig)
 
 PREFIX = "PDMESH_"
 CACHE_VARIABLE = "PDMESH_CACHE"
+_SECRETS = ("api_key",)
+"""Fields whose values no process list, log or error may show."""
 _MANAGER_VARIABLES = frozenset({"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"})
 
 
@@ -362,6 +364,12 @@ def child_environment() -> dict[str, str]:
     }
 
 
+def without_secrets(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values that a child's command line may show, and the environment for those that it may not."""
+    hidden = {PREFIX + name.upper(): ",".join(values[name]) for name in _SECRETS if values.get(name)}
+    return {name: value for name, value in values.items() if name not in _SECRETS}, hidden
+
+
 def engine_environment() -> dict[str, str]:
     """This process's environment for an engine.
 
@@ -432,4 +440,5 @@ def _explain(exc: ValidationError, origin: Mapping[str, str], known: Iterable[st
     message = first["msg"].removeprefix("Value error, ")
     source = origin.get(name, "")
     place = f" (from {source})" if source else ""
-    return ConfigError(f"{'.'.join(path) or 'configuration'}{place}: {message}, got {first['input']!r}", field=name)
+    got = "" if name in _SECRETS else f", got {first['input']!r}"
+    return ConfigError(f"{'.'.join(path) or 'configuration'}{place}: {message}{got}", field=name)

@@ -30,6 +30,8 @@ from services.bench.tally import Tally
 from services.bench.text import show, show_changes
 from services.bench.workload import Shape
 from services.cli.status import wide_console
+from services.config import QueryConfig, load
+from services.runtime.api_keys import key_to_send, read_keys
 from services.runtime.tasks import Stop, TaskOwner, run
 
 _SPARE_DESCRIPTORS = 64
@@ -203,7 +205,7 @@ def _bench(
         url=base_url(url),
         model=model,
         endpoint=endpoint,
-        api_key=_read_key(api_key_file) if api_key_file else api_key,
+        api_key=_key(api_key, api_key_file),
         ca=ca,
         timeout=timeout,
         keep_alive=keep_alive,
@@ -336,11 +338,14 @@ def _json_object(text: str) -> dict[str, Any]:
         raise ConfigError(f"--extra-body must be a JSON object: {exc}") from None
 
 
-def _read_key(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError as exc:
-        raise ConfigError(f"--api-key-file {path} can't be read: {exc.strerror}") from exc
+def _key(key: str, file: Path | None) -> str:
+    """The key that options name, else the environment (as commands that ask a mesh take it). Raises ConfigError."""
+    if key:
+        return key
+    if file is not None:
+        return read_keys(file)[0]
+    known = load(QueryConfig)
+    return key_to_send(known.api_key, known.api_key_file)
 
 
 def _command_line(arguments: list[str]) -> str:

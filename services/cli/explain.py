@@ -21,6 +21,7 @@ from pdmesh.bootstrap.v1 import bootstrap_service_pb2, bootstrap_service_pb2_grp
 from services.cli.options import add_command, query_fields
 from services.cli.status import get_table, http_client, plain_table, wide_console
 from services.config import QueryConfig, load
+from services.runtime.api_keys import key_to_send
 from services.runtime.channels import ChannelPool
 from services.runtime.security import Security
 from services.runtime.tasks import run
@@ -50,17 +51,23 @@ def _command(file: Path | None, flags: dict[str, Any], extra: dict[str, Any]) ->
 
 async def _first(config: QueryConfig, request_id: str) -> dict[str, Any]:
     security = Security.of(config)
+    key = key_to_send(config.api_key, config.api_key_file)
     last = UnavailableError("no Bootstrap address is given")
     for address in config.bootstrap:
         try:
-            return await collect(address, request_id, config.query_timeout, security, config.http_ca)
+            return await collect(address, request_id, config.query_timeout, security, config.http_ca, key)
         except UnavailableError as exc:
             last = exc
     raise last
 
 
 async def collect(
-    bootstrap: str, request_id: str, timeout: float, security: Security | None = None, http_ca: str = ""
+    bootstrap: str,
+    request_id: str,
+    timeout: float,
+    security: Security | None = None,
+    http_ca: str = "",
+    api_key: str = "",
 ) -> dict[str, Any]:
     """{request_id, rooms, routes, moves, silent}: moves in order of time, each with the process it came from.
 
@@ -73,7 +80,8 @@ async def collect(
         ids = {request_id, request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")}
         lookup = bootstrap_service_pb2.LookupRoomsRequest(request_ids=sorted(ids))
         (found, _), from_routers = await asyncio.gather(
-            ask(stub.LookupRooms(lookup, timeout=timeout)), ask_routers(table.services, request_id, timeout, http_ca)
+            ask(stub.LookupRooms(lookup, timeout=timeout)),
+            ask_routers(table.services, request_id, timeout, http_ca, api_key),
         )
         routes = list(found.rooms) if found is not None else []
         rooms = {route.room for route in routes} | {int(room) for answer in from_routers for room in answer["rooms"]}
@@ -100,26 +108,26 @@ async def collect(
 
 
 async def ask_routers(
-    services: Iterable[rank_table_pb2.Service], request_id: str, timeout: float, http_ca: str
+    services: Iterable[rank_table_pb2.Service], request_id: str, timeout: float, http_ca: str, api_key: str = ""
 ) -> list[dict[str, Any]]:
     """What each router knows: {rooms, moves, silent}, where `silent` says why it did not answer, or is None."""
     answers: list[dict[str, Any]] = []
-    async with http_client(timeout, http_ca) as client:
+    async with http_client(timeout, http_ca, api_key) as client:
         for service in services:
             if not service.http_endpoint:
                 continue
+            data: dict[str, Any] = {}
             try:
                 answer = await client.get(f"{http_url(service.http_endpoint)}/explain/{request_id}")
                 data = answer.json() if answer.status_code == 200 else {}
+                error = "it wants an API key: give --api-key-file" if answer.status_code == 401 else ""
             except (httpx.HTTPError, ValueError) as exc:
                 error = f"{type(exc).__name__} {exc}"
                 if "CERTIFICATE_VERIFY_FAILED" in error:
                     error += "; name the authority of its certificate with --http-ca"
-                gone = {"process": f"router {service.http_endpoint}", "error": error}
-                answers.append({"rooms": (), "moves": (), "silent": gone})
-                continue
+            silent = {"process": f"router {service.http_endpoint}", "error": error} if error else None
             moves = [router_move(move) for move in data.get("moves", ())]
-            answers.append({"rooms": data.get("rooms", ()), "moves": moves, "silent": None})
+            answers.append({"rooms": data.get("rooms", ()), "moves": moves, "silent": silent})
     return answers
 
 

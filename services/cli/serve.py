@@ -28,7 +28,7 @@ from services.cli.model_path import resolve, served_names
 from services.cli.options import add_command
 from services.cli.status import collect
 from services.cli.supervisor import ChildSpec, Exit, StartFailedError, Supervisor
-from services.config import ServeConfig, ServiceKind, child_environment, load, serve_options
+from services.config import ServeConfig, ServiceKind, child_environment, load, serve_options, without_secrets
 from services.runtime.security import Security
 from services.runtime.tasks import Stop, TaskOwner, run
 from services.runtime.tls import pinned_context
@@ -158,9 +158,9 @@ class Serve:
         return {"metrics_port": port}
 
     def _spec(self, kind: ServiceKind, name: str, stop_group: int, **chosen: Any) -> ChildSpec:
-        values = self._config.child_values(kind, **chosen)
+        values, hidden = without_secrets(self._config.child_values(kind, **chosen))
         mixed = kind == "decode" and self._config.aggregated
-        return ChildSpec(name, arguments(kind, values, mixed=mixed), stop_group, child_environment())
+        return ChildSpec(name, arguments(kind, values, mixed=mixed), stop_group, child_environment() | hidden)
 
     def _say(self, name: str, line: str) -> None:
         colour = self._colour.setdefault(name, _COLOURS[len(self._colour) % len(_COLOURS)])

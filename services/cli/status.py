@@ -21,6 +21,7 @@ from engine_core.types.errors import Leg, UnavailableError
 from pdmesh.bootstrap.v1 import bootstrap_service_pb2, bootstrap_service_pb2_grpc, rank_table_pb2
 from services.cli.options import add_command, query_fields
 from services.config import QueryConfig, load
+from services.runtime.api_keys import bearer
 from services.runtime.channels import ChannelPool
 from services.runtime.errors import from_rpc_error
 from services.runtime.security import Security
@@ -110,9 +111,10 @@ async def get_table(pool: ChannelPool, bootstrap: str, timeout: float) -> bootst
         raise UnavailableError(f"Bootstrap at {bootstrap} does not answer: {exc.code().name} {why}") from exc
 
 
-def http_client(timeout: float, ca: str = "") -> httpx.AsyncClient:
-    """A client for routers. Raises ConfigError when the file of authorities is none."""
-    return httpx.AsyncClient(timeout=timeout, trust_env=False, verify=client_context(ca) if ca else True)
+def http_client(timeout: float, ca: str = "", key: str = "") -> httpx.AsyncClient:
+    """A client for routers that shows them an API key. Raises ConfigError when the file of authorities is none."""
+    verify = client_context(ca) if ca else True
+    return httpx.AsyncClient(timeout=timeout, trust_env=False, verify=verify, headers=bearer(key))
 
 
 async def _answering(services: Any, timeout: float, http_ca: str) -> list[dict[str, Any]]:

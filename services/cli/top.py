@@ -29,6 +29,7 @@ from services.cli.options import add_command, query_fields
 from services.cli.status import get_table, http_client
 from services.cli.top_view import SORTS, Frame, RouterLook, render
 from services.config import QueryConfig, load
+from services.runtime.api_keys import key_to_send
 from services.runtime.channels import ChannelPool
 from services.runtime.security import Security
 from services.runtime.tasks import Stop, TaskOwner, run
@@ -164,7 +165,8 @@ class Source:
         self._pool = ChannelPool(config.query_timeout, security=Security.of(config))
         self._tasks = TaskOwner("top")
         self._surveyor = Surveyor(self._pool, self._tasks, timeout=config.query_timeout)
-        self._http = http_client(_ROUTER_TIMEOUT, config.http_ca)
+        key = key_to_send(config.api_key, config.api_key_file)
+        self._http = http_client(_ROUTER_TIMEOUT, config.http_ca, key)
         self._rows: Sequence[rank_table_pb2.RankRow] = ()
         self._routers: Sequence[str] = ()
         self._histories: dict[str, dict[str, list[Any]]] = {}
@@ -209,6 +211,8 @@ class Source:
             answer = await self._http.get(f"{http_url(endpoint)}/console/api/mesh", params={"since": since})
             if answer.status_code == 404:
                 return RouterLook(endpoint, None, "serves no console, so its requests are not shown", {})
+            if answer.status_code == 401:
+                return RouterLook(endpoint, None, "wants an API key: give --api-key-file", {})
             answer.raise_for_status()
             data = answer.json()
         except (httpx.HTTPError, ValueError) as exc:

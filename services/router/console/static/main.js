@@ -14,6 +14,8 @@ const series = new Series();
 let mesh = null;
 let charts = null;
 let failures = 0;
+/** Whether this page has asked for a key by itself; a second time would be in the way of who has none. */
+let asked = false;
 
 function start() {
   buildTheme();
@@ -57,6 +59,7 @@ function take(answer) {
 
 function trouble(error) {
   const denied = error.status === 401 || error.status === 403;
+  if (denied && !asked) askForKey();
   const words = denied ? `The router wants an API key: ${error.message}` : `The router does not answer (${error.message}); trying again.`;
   byId("banner").hidden = false;
   text(byId("banner"), words);
@@ -145,11 +148,14 @@ function buildTheme() {
   matchMedia("(prefers-color-scheme: light)").addEventListener("change", () => charts?.draw());
 }
 
+function askForKey() {
+  asked = true;
+  byId("key").value = getKey();
+  if (!byId("key-dialog").open) byId("key-dialog").showModal();
+}
+
 function buildKey() {
-  byId("key-open").addEventListener("click", () => {
-    byId("key").value = getKey();
-    byId("key-dialog").showModal();
-  });
+  byId("key-open").addEventListener("click", askForKey);
   byId("key-form").addEventListener("submit", () => setKey(byId("key").value.trim()));
 }
 

@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 
 from engine_core.types.errors import NotFoundError
-from engine_core.types.sampling import SamplingParams
+from engine_core.types.sampling import SamplingParams, TokenLogprobs
 from tests.support.mesh import Mesh
 from tests.support.oracle import Claim
 
@@ -71,7 +71,23 @@ class Answer:
         known = {n: v for n, v in self.options.items() if n in SamplingParams.__struct_fields__}
         biases = tuple((int(token), bias) for token, bias in self.options.get("logit_bias", {}).items())
         params = SamplingParams(**{**known, "stop_token_ids": self._stops(), "logit_bias": biases})
-        return Claim(self.prompt, tuple(self.ids), params)
+        return Claim(self.prompt, tuple(self.ids), params, *self._reports())
+
+    def _reports(self) -> tuple[tuple[TokenLogprobs, ...], tuple[TokenLogprobs, ...]]:
+        """Log probabilities as engines give them, of the output and of the prompt."""
+        output = [
+            TokenLogprobs(r["token_id"], r["logprob"], r["rank"], tuple((t, v) for t, v in r["top"]))
+            for r in self.logprobs
+        ]
+        prompt = []
+        positions = list(zip(self.prompt, self.prompt_logprobs, strict=True))[1:] if self.prompt_logprobs else []
+        for token, position in positions:
+            assert position is not None
+            ranked = sorted((v["rank"], int(t), v["logprob"]) for t, v in position.items())
+            own = position[str(token)]
+            top = tuple((t, v) for _, t, v in ranked[: self.options["prompt_logprobs"]])
+            prompt.append(TokenLogprobs(token, own["logprob"], own["rank"], top))
+        return tuple(output), tuple(prompt)
 
     def _stops(self) -> tuple[int, ...]:
         return tuple(self.options.get("stop_token_ids", ()))

@@ -10,8 +10,8 @@ and each token must be one that those logits allow.
                 by rounding: noise of `tolerance` at most.
     reported    log probabilities lie within `tolerance` of those of transformers' logits, and so do ranks.
 
-Bans, biases and penalties of the request are done to the logits first; a request with a grammar needs its own
-checks.
+Bans, biases and penalties are applied to those logits first, as the engine's definition says, over the output's own
+prefix. What a grammar forbids is not known here.
 
 Outputs are checked in batches and remembered by their tokens, so that the same output costs once.
 """
@@ -164,8 +164,7 @@ class Oracle:
     def _judge(self, claim: Claim, rows: Rows, tolerance: float) -> Verdict:
         params, gaps, moved = claim.params, [], []
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_token_ids)
-        margin, wrong = float("inf"), -1
-        message = ""
+        margin, wrong, message = float("inf"), -1, ""
         if claim.prompt_logprobs:
             before = len(claim.prompt) - 1
             message = _reported(

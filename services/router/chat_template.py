@@ -136,12 +136,21 @@ class ChatTemplate:
         variables.update(messages=chat, tools=list(tools) or None, documents=list(documents) or None)
         variables["add_generation_prompt"] = add_generation_prompt
         try:
-            text = self._template.render(variables)
+            text = self._rendered(variables)
         except (jinja2.exceptions.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as exc:
             raise InvalidRequestError(f"the chat template refuses these messages: {exc}", field="messages") from exc
         except (RecursionError, MemoryError) as exc:
             raise InvalidRequestError("these messages are too much for the chat template", field="messages") from exc
         return _cut_behind(text, last) if continue_final_message else text
+
+    def _rendered(self, variables: dict[str, Any]) -> str:
+        """Templates that dump arguments need objects, those that append them (DeepSeek's) need text."""
+        try:
+            return self._template.render(variables)
+        except TypeError:
+            if not any(message.get("tool_calls") for message in variables["messages"]):
+                raise
+            return self._template.render({**variables, "messages": list(map(_with_text, variables["messages"]))})
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         out = {key: value for key, value in message.items() if value is not None}
@@ -153,6 +162,17 @@ class ChatTemplate:
         if self._short_ids:
             out = _with_short_ids(out)
         return out
+
+
+def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with its calls' arguments as JSON text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _tojson(call["function"].get("arguments"))}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:

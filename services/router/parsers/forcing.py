@@ -19,6 +19,8 @@ from services.router.parsers.choice import GPT_OSS, OutputFormat
 
 _ANYTHING: Mapping[str, Any] = {"type": "object"}
 _NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_BARE = {"json": "arguments", "llama3_json": "parameters"}
+"""Formats without marks, with what they call the arguments."""
 _Marks = tuple[str, ...]
 
 
@@ -57,6 +59,7 @@ def free_calls(
     lark = _Lark(written)
     tools = [(f.name, f.schema if f.strict else _ANYTHING) for f in functions]
     if answer is not None:
+        lark.calls_are_json = answer.kind is GrammarKind.JSON_SCHEMA
         return lark.grammar(f"{lark.thoughts(inside)} ({lark.answer(answer)} | {lark.calls(tools, several=several)})")
     return lark.grammar(f"{lark.thoughts(inside)} ({lark.free(tools, several=several)})")
 
@@ -74,6 +77,8 @@ class _Lark:
 
     def __init__(self, written: OutputFormat) -> None:
         self._written = written
+        self.calls_are_json = False
+        """Write calls that no mark begins as schemas: only those can stand beside a schema that begins alike."""
         self.rules: list[str] = ["TEXT: /(?s:.*)/"]
 
     def grammar(self, start: str) -> Grammar:
@@ -168,6 +173,8 @@ class _Lark:
         return "", (), ("\n",), ()
 
     def _call(self, name: str, schema: Mapping[str, Any]) -> str:
+        if self.calls_are_json and self._written.tools in _BARE:
+            return self.arguments(_call_schema(name, _BARE[self._written.tools], schema))
         arguments = self.arguments(schema)
         match self._written.tools:
             case "hermes":
@@ -184,8 +191,24 @@ class _Lark:
             case "gpt_oss":
                 to = self.marks(harmony.CHANNEL, f"commentary to=functions.{name} ", harmony.CONSTRAIN, "json")
                 return f"{to} {self.marks(harmony.MESSAGE)} {arguments}"
-            case "llama3_json":
-                written = f'{{"name": "{name}", "parameters": '
-            case _:
-                written = f'{{"name": "{name}", "arguments": '
+        written = f'{{"name": "{name}", "{_BARE.get(self._written.tools, "arguments")}": '
         return f'{self.marks(written)} {arguments} "}}"'
+
+
+def _call_schema(name: str, key: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a whole call; what refers to the root of `schema` finds it where it is now."""
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, key: _moved(schema, f"#/properties/{key}")},
+        "required": ["name", key],
+        "additionalProperties": False,
+    }
+
+
+def _moved(schema: Any, root: str) -> Any:
+    if isinstance(schema, Mapping):
+        return {
+            k: root + v[1:] if k == "$ref" and isinstance(v, str) and v.startswith("#") else _moved(v, root)
+            for k, v in schema.items()
+        }
+    return [_moved(v, root) for v in schema] if isinstance(schema, list) else schema

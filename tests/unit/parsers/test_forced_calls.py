@@ -1,0 +1,273 @@
+"""Grammars of calls: what they allow is what the parsers read, in each family's own form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+
+import llguidance
+import msgspec
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from engine_core.types.sampling import Grammar, GrammarKind
+from services.router.parsers.base import Content, Part, Reasoning
+from services.router.parsers.choice import OutputFormat, choose_format
+from services.router.parsers.forcing import Function, after_thoughts, forced_calls, free_calls
+from services.router.tokenizer import RouterTokenizer
+from tests.support.outputs import CALL, CALL_END, CALLS, CALLS_END, SEP, call, read
+
+CITY = Function(
+    "f",
+    {
+        "type": "object",
+        "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer", "minimum": 1}},
+        "required": ["city"],
+        "additionalProperties": False,
+        "$defs": {"city": {"enum": ["Oslo", 'a"b']}},
+    },
+    strict=True,
+)
+NOTHING = Function("g")
+NAMES = frozenset({"f", "g"})
+GOOD, BAD = '{"city": "a\\"b", "days": 2}', '{"city": "Rome"}'
+EOS = "<eos>"
+DEEPSEEK = (CALLS, CALLS_END, CALL, CALL_END, SEP)
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+ANALYSIS = "<|channel|>analysis<|message|>Hm {\n<|end|><|start|>assistant"
+
+
+class Form(msgspec.Struct, frozen=True):
+    """A family's form: `one` call of f with what `%s` stands for, and a call of g behind it in `two`."""
+
+    name: str
+    tools: str
+    special: Sequence[str]
+    template: str
+    one: str
+    two: str
+    text: str = "Let me {see}. "
+    """What may stand before calls that are not forced."""
+
+
+FORMS = [
+    Form(
+        "hermes",
+        "hermes",
+        (),
+        "",
+        '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>',
+        '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>\n'
+        '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>',
+    ),
+    Form(
+        "llama 3",
+        "llama3_json",
+        ("<|python_tag|>",),
+        "",
+        '{"name": "f", "parameters": %s}',
+        '{"name": "f", "parameters": %s}; {"name": "g", "parameters": {}}',
+        "",
+    ),
+    Form(
+        "json",
+        "json",
+        (),
+        "",
+        '{"name": "f", "arguments": %s}',
+        '{"name": "f", "arguments": %s}\n{"name": "g", "arguments": {}}',
+        "",
+    ),
+    Form(
+        "mistral, a list",
+        "mistral",
+        ("[TOOL_CALLS]",),
+        "",
+        '[TOOL_CALLS] [{"name": "f", "arguments": %s}]',
+        '[TOOL_CALLS] [{"name": "f", "arguments": %s}, {"name": "g", "arguments": {}}]',
+    ),
+    Form(
+        "mistral",
+        "mistral",
+        ("[TOOL_CALLS]", "[ARGS]"),
+        "",
+        "[TOOL_CALLS]f[ARGS]%s",
+        "[TOOL_CALLS]f[ARGS]%s[TOOL_CALLS]g[ARGS]{}",
+    ),
+    Form(
+        "deepseek v3",
+        "deepseek_v3",
+        DEEPSEEK,
+        "```json",
+        f"{CALLS}{CALL}function{SEP}f\n```json\n%s\n```{CALL_END}{CALLS_END}",
+        f"{CALLS}{CALL}function{SEP}f\n```json\n%s\n```{CALL_END}\n"
+        f"{CALL}function{SEP}g\n```json\n{{}}\n```{CALL_END}{CALLS_END}",
+    ),
+    Form(
+        "deepseek v3.1, marks that are plain text",
+        "deepseek_v3",
+        (),
+        CALLS,
+        f"{CALLS}{CALL}f{SEP}%s{CALL_END}{CALLS_END}",
+        f"{CALLS}{CALL}f{SEP}%s{CALL_END}\n{CALL}g{SEP}{{}}{CALL_END}{CALLS_END}",
+    ),
+    Form(
+        "gpt-oss",
+        "gpt_oss",
+        HARMONY,
+        "",
+        TO_F + "%s",
+        "",
+        "<|channel|>commentary<|message|>I {see}<|end|><|start|>assistant",
+    ),
+    Form("gpt-oss, marks that are plain text", "gpt_oss", (), "", TO_F + "%s", "", ANALYSIS),
+]
+by_form = pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
+
+
+@by_form
+def test_forced_calls_are_calls(form: Form) -> None:
+    written = _format(form)
+    text = form.one % GOOD
+    assert _read(written, text) == call(0, "f", GOOD)
+    for several in (True, False):
+        grammar = forced_calls(written, [CITY, NOTHING], several=several)
+        assert _allows(form.special, grammar, text)
+        for other in (
+            "",
+            "Hello",
+            form.one % BAD,
+            form.one % "{}",
+            form.one % '{"city": "Oslo", "more": 1}',
+            text + "x",
+        ):
+            assert not _allows(form.special, grammar, other), other
+        if form.text:
+            before = form.text if form.text == ANALYSIS else ""
+            assert _allows(form.special, grammar, before + text)
+
+
+@by_form
+def test_further_calls_only_where_they_are_wanted(form: Form) -> None:
+    written = _format(form)
+    if not form.two:
+        return
+    text = form.two % GOOD
+    assert _read(written, text) == [*call(0, "f", GOOD), *call(1, "g", "{}")]
+    assert _allows(form.special, forced_calls(written, [CITY, NOTHING], several=True), text)
+    assert not _allows(form.special, forced_calls(written, [CITY, NOTHING], several=False), text)
+    assert not _allows(form.special, forced_calls(written, [CITY], several=True), text)
+
+
+@by_form
+def test_strict_functions_keep_their_schema_where_calls_are_free(form: Form) -> None:
+    written = _format(form)
+    grammar = free_calls(written, [CITY, NOTHING], several=True)
+    assert _allows(form.special, grammar, form.text + form.one % GOOD)
+    assert not _allows(form.special, grammar, form.text + form.one % BAD)
+    answer = "<|channel|>final<|message|>He{llo" if written.tools == "gpt_oss" else "He{llo"
+    assert _allows(form.special, grammar, answer)
+    loose = free_calls(written, [msgspec.structs.replace(CITY, strict=False), NOTHING], several=True)
+    assert _allows(form.special, loose, form.text + form.one % BAD)
+
+
+@by_form
+def test_an_answer_of_a_form_or_calls(form: Form) -> None:
+    written = _format(form)
+    schema = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", "required": ["x"]}))
+    grammar = free_calls(written, [CITY], several=False, answer=schema)
+    head = "<|channel|>final<|message|>" if written.tools == "gpt_oss" else ""
+    assert _allows(form.special, grammar, head + '{"x": 1}')
+    assert not _allows(form.special, grammar, head + "Hello")
+    assert _allows(form.special, grammar, form.one % GOOD)
+    assert not _allows(form.special, grammar, form.one % BAD)
+
+
+THOUGHTS = [((), "deepseek_r1", "<think>", "</think>"), (("[THINK]", "[/THINK]"), "mistral", "[THINK]", "[/THINK]")]
+
+
+@pytest.mark.parametrize(("special", "reasoning", "opening", "closing"), THOUGHTS)
+def test_thoughts_stand_before_forced_calls(
+    special: tuple[str, ...], reasoning: str, opening: str, closing: str
+) -> None:
+    written = choose_format("hermes", reasoning, "", _tokenizer(special))
+    text = FORMS[0].one % GOOD
+    thought = f"Hm, {{ </\n{closing}\n\n"
+    free = forced_calls(written, [CITY], several=False)
+    begun = forced_calls(written, [CITY], several=False, inside=True)
+    ended = forced_calls(written, [CITY], several=False, inside=False)
+    for grammar, expected in (
+        (free, (True, False, True)),
+        (begun, (False, True, not special)),
+        (ended, (True, False, False)),
+    ):
+        for output, allowed in zip((text, thought + text, opening + thought + text), expected, strict=True):
+            assert _allows(special, grammar, output) == allowed, (output, grammar)
+    assert _read(written, opening + thought + text) == [Reasoning("Hm, { </"), *call(0, "f", GOOD)]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"type": "integer"}'), "12", "x"),
+        (Grammar(GrammarKind.REGEX, "a/b+"), "a/bb", "a/"),
+        (Grammar(GrammarKind.LARK, 'start: WORD\nWORD: "yes" | "no"'), "no", "maybe"),
+    ],
+)
+def test_thoughts_stand_before_answers_of_a_form(grammar: Grammar, good: str, bad: str) -> None:
+    written = OutputFormat("hermes", "deepseek_r1")
+    begun = after_thoughts(written, grammar, inside=True)
+    assert _allows((), begun, f"Hm</think>\n\n{good}")
+    assert not _allows((), begun, f"Hm</think>\n\n{bad}")
+    assert not _allows((), begun, good)
+    assert after_thoughts(written, grammar, inside=False) == grammar
+    assert after_thoughts(OutputFormat("hermes"), grammar) == grammar
+    harmony = after_thoughts(OutputFormat("gpt_oss", "gpt_oss"), grammar)
+    assert _allows((), harmony, f"{ANALYSIS}<|channel|>final<|message|>{good}")
+    assert not _allows((), harmony, good)
+
+
+def _format(form: Form) -> OutputFormat:
+    reasoning = "gpt_oss" if form.tools == "gpt_oss" else "none"
+    return choose_format(form.tools, reasoning, form.template, _tokenizer(tuple(form.special)))
+
+
+def _read(written: OutputFormat, text: str) -> list[Part]:
+    parser = written.parser(NAMES)
+    assert parser is not None
+    return [part for part in read(parser, [text]) if part != Content("")]
+
+
+@cache
+def _tokenizer(special: tuple[str, ...]) -> RouterTokenizer:
+    """One token per byte, and the special ones."""
+    return RouterTokenizer(_backend(special), None)
+
+
+@cache
+def _backend(special: tuple[str, ...]) -> tokenizers.Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([tokenizers.AddedToken(s, special=True, normalized=False) for s in (EOS, *special)])
+    return backend
+
+
+@cache
+def _vocabulary(special: tuple[str, ...]) -> llguidance.LLTokenizer:
+    backend = _backend(special)
+    return llguidance.LLTokenizer(backend.to_str(), eos_token=backend.token_to_id(EOS))
+
+
+def _allows(special: Sequence[str], grammar: Grammar, text: str) -> bool:
+    """Whether `text` is a whole output by the grammar."""
+    assert grammar.kind is GrammarKind.LARK
+    vocabulary = _vocabulary(tuple(special))
+    matcher = llguidance.LLMatcher(vocabulary, grammar.text)
+    assert not matcher.get_error(), (matcher.get_error(), grammar.text)
+    ids = _backend(tuple(special)).encode(text, add_special_tokens=False).ids
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()

@@ -1,0 +1,121 @@
+"""Which parsers a model gets."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+import pytest
+
+from engine_core.types.errors import ConfigError
+from services.router.parsers.choice import OutputFormat, choose_format
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    special: Mapping[str, int] = {}
+    plain: Collection[str] = ()
+
+    def special_id(self, text: str) -> int | None:
+        return self.special.get(text)
+
+    def has_token(self, text: str) -> bool:
+        return text in self.special or text in self.plain
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+HERMES = CHATML + "{% if tools %}<tools></tools><tool_call>{{ tools | tojson }}</tool_call>{% endif %}"
+QWEN3 = HERMES + "{{ content.split('</think>')[-1] }}"
+LLAMA = 'Environment: ipython {% if tools %}Respond with {"name": x, "parameters": y}, <|python_tag|>{% endif %}'
+V3 = "<｜tool▁calls▁begin｜>{{ tool['type'] }}<｜tool▁sep｜>{{ '\\n```json\\n' }}"
+V31 = "<｜tool▁calls▁begin｜>{{ name }}<｜tool▁sep｜>{{ arguments }} </think>"
+MISTRAL_SPECIAL = {"[TOOL_CALLS]": 9, "[ARGS]": 32, "[THINK]": 34, "[/THINK]": 35}
+HARMONY_SPECIAL = {"<|channel|>": 5, "<|message|>": 8, "<|start|>": 6, "<|end|>": 7, "<|call|>": 12}
+
+
+@pytest.mark.parametrize(
+    ("template", "vocabulary", "tools", "reasoning", "variant"),
+    [
+        ("", Vocabulary(), "json", "none", False),
+        (CHATML, Vocabulary(), "json", "none", False),
+        (HERMES, Vocabulary(plain=["<tool_call>"]), "hermes", "none", False),
+        (QWEN3, Vocabulary(plain=["<think>", "</think>"]), "hermes", "deepseek_r1", False),
+        (HERMES + "<function=", Vocabulary(), "json", "none", False),
+        (LLAMA, Vocabulary({"<|python_tag|>": 3}), "llama3_json", "none", False),
+        ("", Vocabulary({"[TOOL_CALLS]": 9}), "mistral", "none", False),
+        ("[TOOL_CALLS]", Vocabulary(MISTRAL_SPECIAL), "mistral", "mistral", True),
+        (V3, Vocabulary(), "deepseek_v3", "none", False),
+        (V31, Vocabulary(), "deepseek_v3", "deepseek_r1", True),
+        ("<|channel|>", Vocabulary(HARMONY_SPECIAL), "gpt_oss", "gpt_oss", False),
+    ],
+)
+def test_auto_goes_by_template_and_vocabulary(
+    template: str, vocabulary: Vocabulary, tools: str, reasoning: str, variant: bool
+) -> None:
+    found = choose_format("auto", "auto", template, vocabulary)
+    assert (found.tools, found.reasoning, found.variant) == (tools, reasoning, variant)
+
+
+def test_names_go_before_what_the_template_shows() -> None:
+    found = choose_format("mistral", "none", QWEN3, Vocabulary())
+    assert (found.tools, found.reasoning) == ("mistral", "none")
+    same = choose_format("qwen", "qwen3", CHATML, Vocabulary())
+    assert (same.tools, same.reasoning) == ("hermes", "deepseek_r1")
+
+
+@pytest.mark.parametrize(("tools", "reasoning"), [("gpt_oss", "auto"), ("auto", "gpt_oss")])
+def test_gpt_oss_reads_both(tools: str, reasoning: str) -> None:
+    found = choose_format(tools, reasoning, QWEN3, Vocabulary())
+    assert (found.tools, found.reasoning) == ("gpt_oss", "gpt_oss")
+
+
+@pytest.mark.parametrize(
+    ("tools", "reasoning", "field", "message"),
+    [
+        (
+            "hermez",
+            "auto",
+            "tool_call_parser",
+            "tool_call_parser: 'hermez' is unknown; there is auto, none, deepseek_v3, gpt_oss, hermes, json, "
+            "llama3_json, mistral, qwen",
+        ),
+        (
+            "auto",
+            "r1",
+            "reasoning_parser",
+            "reasoning_parser: 'r1' is unknown; there is auto, none, deepseek_r1, gpt_oss, mistral, qwen3",
+        ),
+        (
+            "hermes",
+            "gpt_oss",
+            "reasoning_parser",
+            "gpt_oss reads calls and reasoning together: it cannot stand beside the tool call parser 'hermes' and the "
+            "reasoning parser 'gpt_oss'",
+        ),
+    ],
+)
+def test_wrong_names_are_refused(tools: str, reasoning: str, field: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose_format(tools, reasoning, "", Vocabulary())
+    assert (caught.value.field, caught.value.message) == (field, message)
+
+
+def test_marks_that_are_special_stay_where_a_parser_reads_them() -> None:
+    written = choose_format("auto", "auto", "", Vocabulary(MISTRAL_SPECIAL))
+    assert written.kept_ids(calls=True) == (9, 32, 34, 35)
+    assert written.kept_ids(calls=False) == (34, 35)
+    assert choose_format("json", "none", "", Vocabulary(MISTRAL_SPECIAL)).kept_ids(calls=True) == ()
+    assert choose_format("auto", "auto", "", Vocabulary(HARMONY_SPECIAL)).kept_ids(calls=False) == (5, 6, 7, 8, 12)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "inside"),
+    [
+        ("…<|im_start|>assistant\n", None),
+        ("…<think>\n", True),
+        ("…<think>\n\n</think>\n\n", False),
+        ("<think> x", None),
+    ],
+)
+def test_the_prompt_shows_whether_a_thought_has_begun(prompt: str, inside: bool | None) -> None:
+    assert OutputFormat("hermes", "deepseek_r1").inside(prompt) is inside
+    assert OutputFormat("hermes").inside(prompt) is None

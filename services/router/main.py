@@ -21,6 +21,7 @@ from engine_core.types.digest import tokenizer_digest
 from engine_core.types.errors import ConfigError
 from services.config import RouterConfig, service_manager
 from services.router.app import make_app
+from services.router.edge import check_origins
 from services.router.front import Front, ModelInfo
 from services.router.mesh import Mesh
 from services.router.metrics import RouterMetrics, TableFigures, WorkerFigures
@@ -62,6 +63,9 @@ async def run(config: RouterConfig, stop: Stop, on_ready: Callable[[dict[str, An
     security, tls = Security.of(config), HttpTls.of(config.http_tls_cert, config.http_tls_key)
     if tls is not None:
         security.also(tls)
+    check_origins(config.cors_origin)
+    keys = ApiKeys(config.api_key, Path(config.api_key_file) if config.api_key_file else None)
+    security.also(keys)
     tokenizer = RouterTokenizer.load(config.model)
     model = ModelInfo.read(config, tokenizer)
     listener, endpoint = _bind(config.host, config.port)
@@ -96,8 +100,6 @@ async def run(config: RouterConfig, stop: Stop, on_ready: Callable[[dict[str, An
     metrics.registry.register(TableFigures(watcher.roster, partial(_ready, mesh), mesh.live.states))
     tracing = start_tracing(config.otlp_endpoint, config.trace_sample_ratio, "router", reachable)
     front.traces.tracer = tracing
-    keys = ApiKeys(config.api_key, Path(config.api_key_file) if config.api_key_file else None)
-    security.also(keys)
     connections = _connections(config, metrics)
     server = HttpServer(_uvicorn_config(config, make_app(front, keys), tls, connections))
     tasks = TaskOwner("router", on_error=lambda name, exc: stop.request_now())

@@ -20,6 +20,8 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import socket
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -35,8 +37,14 @@ _LINGER_SECONDS = 2.0
 """That a client which is refused has to read why, before the connection is cut."""
 _LINGERING = 64
 """Refused newcomers that may linger at a time; beyond, they are cut without a word."""
+_KERNEL_BYTES = 256 * 1024
+"""Asked of the kernel for what a client has not taken yet; it would let megabytes wait for one that does not read."""
 _LATE_BYTES = 64 * 1024 * 1024
 """Of a body that come after its answer: dropped up to here, so that the client gets to read the answer."""
+
+
+_OFFERS = frozenset({b"connection", b"upgrade", b"http2-settings"})
+"""Headers by which a client offers to go on in another protocol."""
 
 
 class HttpLimits(msgspec.Struct, frozen=True):
@@ -110,7 +118,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._answered_at = 0.0
         self._unsent = 0
         self._unsent_since: float | None = None
-        self._lingers = False
+        self._lingers = self._offered = False
 
     # ---- the connection -----------------------------------------------------------------------------
 
@@ -127,6 +135,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._answer(503, "server_error", "too_many_connections", "this router holds too many connections")
             return
         super().connection_made(transport)
+        self._set_option(socket.SO_SNDBUF, _KERNEL_BYTES)
         self._guard.all.add(self)
         self._head_since = self.loop.time()
 
@@ -166,7 +175,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unsent = size
         if self._unsent_since is not None and now - self._unsent_since > self._limits.stall_seconds:
             self._guard.refused("stalled")
-            self.transport.abort()
+            self.abort()
 
     # ---- what comes ---------------------------------------------------------------------------------
 
@@ -183,22 +192,32 @@ class GuardedProtocol(HttpToolsProtocol):
                 self.transport.close()
                 return
         self._unset_keepalive_if_required()
+        self._feed(data)
+        if self._in_head and self._head_bytes > self._limits.head_bytes and not self._deaf:
+            self._refuse_head_size()
+            self._stop_reading()
+
+    def _feed(self, data: bytes) -> None:
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as exc:
             self._stay_with_http(data[int(exc.args[0]) :])
         except httptools.HttpParserError:
             self._stop_reading()
-        if self._in_head and self._head_bytes > self._limits.head_bytes and not self._deaf:
-            self._refuse_head_size()
-            self._stop_reading()
 
     def _stay_with_http(self, rest: bytes) -> None:
-        """Offers of other protocols (h2c, WebSocket) are not taken up; the parser has ended with them."""
+        """Offers of other protocols are not taken up. Java's client makes one (h2c) with every first request; the
+        parser takes its body for the other protocol, so the request is read once more, without the offer."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        if method == b"CONNECT":
+            self._stop_reading()
+            return
+        kept = [(name, value) for name, value in self.headers if name not in _OFFERS]
+        lines = [b"%s %s HTTP/%s" % (method, self.url, version), *(b"%s: %s" % field for field in kept)]
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as the first one
-        if rest:
-            self.data_received(rest)
+        self._offered = False
+        self._feed(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
     def _stop_reading(self) -> None:
         if self._deaf:  # pipelined: the answer that is on its way is the last
@@ -252,10 +271,15 @@ class GuardedProtocol(HttpToolsProtocol):
         if size > self._limits.head_bytes:
             self._refuse_head_size()
             raise _Refused
+        self._offered = self.parser.should_upgrade()
+        if self._offered:
+            return
         super().on_headers_complete()
         self._in_head, self._head_since, self._head_bytes = False, None, 0
 
     def on_message_complete(self) -> None:
+        if self._offered:
+            return
         super().on_message_complete()
         self._in_head, self._in_message = True, False
 
@@ -266,8 +290,14 @@ class GuardedProtocol(HttpToolsProtocol):
     # ---- the end ------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Cuts the connection at once."""
+        """Cuts the connection at once; what the kernel has of it goes too."""
+        self._set_option(socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
+
+    def _set_option(self, option: int, value: int | bytes) -> None:
+        sock = self.transport.get_extra_info("socket")
+        if sock is not None and sock.fileno() >= 0:
+            sock.setsockopt(socket.SOL_SOCKET, option, value)
 
     def _answer(self, status: int, kind: str, code: str, message: str) -> None:
         """Says what is wrong, unless an answer is under way, and ends the connection."""

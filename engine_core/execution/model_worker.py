@@ -134,6 +134,10 @@ class ModelWorker:
         )
         self._builder = BatchBuilder(layout, info.vocab_size)
 
+    def follow(self, masks: MaskSource) -> None:
+        """Takes whoever knows the grammars; without, sequences that have one fail."""
+        self._masks = masks
+
     def warm_up(self) -> None:
         """Runs one prefill-sized step, one decode-sized and one that draws and reports in every way into the null
         block, so that the first request finds threads, kernels and pages ready."""

@@ -11,6 +11,7 @@ import math
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -97,6 +98,12 @@ class Profiler(Protocol):
     def stop(self) -> None: ...
 
 
+class Gate(Protocol):
+    """Holds sessions back until they can be served; see host/gate.py."""
+
+    def pass_on(self, frames: Sequence[Frame], now: float) -> tuple[list[Frame], list[Frame]]: ...
+
+
 class EngineLoop:
     """Runs until Shutdown arrives. Raises what the executor raises, and QuarantineOverflow."""
 
@@ -109,12 +116,13 @@ class EngineLoop:
         events: EventQueue,
         wake: Wake,
         profiler: Profiler,
+        gate: Gate,
         page: StepPage | None = None,
     ) -> None:
         """`page` tells the service process whose step it is."""
         self._page = page
         self._core, self._executor, self._channel = core, executor, channel
-        self._profiler = profiler
+        self._profiler, self._gate = profiler, gate
         self._transfer, self._events, self._wake = transfer, events, wake
         self._stats_at = 0.0
         self._was_idle = True
@@ -138,6 +146,9 @@ class EngineLoop:
         frames = self._channel.drain()
         for event in self._events.drain():
             self._core.on_transfer(event, time.monotonic())
+        frames, refusals = self._gate.pass_on(frames, time.monotonic())
+        for frame in refusals:
+            self._channel.send(frame)
         for frame in frames:
             if isinstance(frame, Shutdown):
                 return False

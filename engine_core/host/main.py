@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from engine_core import plugins
 from engine_core.config import InferenceConfig, load_config
 from engine_core.engine import EngineCore
 from engine_core.execution.executor_api import Executor
@@ -86,11 +87,17 @@ def _build(
 
     from engine_core.execution.model_worker import ModelWorker
     from engine_core.execution.profiler import ProfilerManager
+    from engine_core.grammar.book import MatcherBook
+    from engine_core.grammar.cache import GrammarCache
+    from engine_core.host.gate import GrammarGate
     from engine_core.kv.manager import KVCacheManager
     from engine_core.kv.storage import KvRegion
 
     worker = ModelWorker(config)
     info = worker.load()
+    directory = plugins.load_path(plugins.MODEL_DIRECTORY)(config.model.model_path)
+    grammars = GrammarCache(directory, info.eos_token_ids, info.vocab_size, wake)
+    worker.follow(MatcherBook(grammars, info.vocab_size, 2 * config.scheduler.max_running))
     layout = worker.layout()
     region = KvRegion.create(layout.region_bytes)
     worker.bind_kv(torch.frombuffer(region.buffer, dtype=torch.uint8))
@@ -133,7 +140,8 @@ def _build(
             transfer.close()
 
     executor: Executor = FaultyExecutor(worker, config.fault_script) if config.fault_script else worker
-    return EngineLoop(core, executor, channel, transfer, events, wake, ProfilerManager(), page), close
+    gate = GrammarGate(grammars, config.scheduler.max_queued)
+    return EngineLoop(core, executor, channel, transfer, events, wake, ProfilerManager(), gate, page), close
 
 
 if __name__ == "__main__":

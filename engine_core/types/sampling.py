@@ -6,6 +6,9 @@ import enum
 
 import msgspec
 
+MAX_GRAMMAR_BYTES = 256 * 1024
+"""Of a grammar's text, in UTF-8."""
+
 
 class GrammarKind(enum.StrEnum):
     """How a grammar is written."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from engine_core.types.errors import InvalidRequestError
-from engine_core.types.sampling import Grammar, GrammarKind, SamplingParams
+from engine_core.types.sampling import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, SamplingParams
 from pdmesh.common.v1 import generation_pb2
 from services.wire.common import checked_size
 
@@ -18,7 +18,6 @@ MAX_STOP_IDS = 4_096
 MAX_LOGIT_BIAS = 1_024
 MAX_TOP_LOGPROBS = 20
 """Best tokens that may be reported per position."""
-MAX_GRAMMAR_BYTES = 1 << 20
 
 _KIND_TO_PROTO: dict[GrammarKind, generation_pb2.GrammarKind] = {
     GrammarKind.JSON_SCHEMA: generation_pb2.GRAMMAR_KIND_JSON_SCHEMA,

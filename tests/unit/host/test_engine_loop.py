@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine_core.host.loop import EngineLoop, EventQueue, Wake
 from engine_core.scheduler.messages import Frame, Open, Outputs
 from engine_core.scheduler.step import StepPlan, StepResult
@@ -51,12 +53,19 @@ class NoProfiler:
     def stop(self) -> None: ...
 
 
+class OpenGate:
+    """Holds nothing back."""
+
+    def pass_on(self, frames: Sequence[Frame], now: float) -> tuple[list[Frame], list[Frame]]:
+        return list(frames), []
+
+
 def test_room_that_an_end_makes_is_used_without_a_sleep() -> None:
     driven, wake = DrivenCore(Role.MIXED, num_blocks=5), CountingWake()
     # Each needs the whole pool; nobody sends EndSession.
     whole = [Open(spec(tuple(range(7)), room=r, max_tokens=2, deadline=FAR), remote=False) for r in (1, 2)]
     channel = Channel(*whole)
-    loop = EngineLoop(driven.core, NextToken(), channel, None, EventQueue(wake), wake, NoProfiler())  # type: ignore[arg-type]
+    loop = EngineLoop(driven.core, NextToken(), channel, None, EventQueue(wake), wake, NoProfiler(), OpenGate())  # type: ignore[arg-type]
     turns = 0
     while channel.finished() < 2:
         loop._turn()

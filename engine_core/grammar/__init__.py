@@ -1,0 +1,1 @@
+"""Grammars that outputs follow: compiled by llguidance, one matcher per session, masks beside the forward."""

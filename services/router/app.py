@@ -6,8 +6,6 @@ from importlib import metadata
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.openapi.utils import get_openapi
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -17,19 +15,12 @@ from services.router.discovery import discovery_routes
 from services.router.edge import KeyGate, Origins, Plain
 from services.router.front import Front
 from services.router.http import RequestIds, as_pdmesh_error, error_response, json_response
-from services.router.openai_schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerateRequest,
-    TokenizeRequest,
-)
+from services.router.openapi import describe
 from services.router.routes_native import native_routes
 from services.router.routes_openai import openai_routes
 from services.router.routes_ops import ops_routes
 from services.runtime.api_keys import ApiKeys
 
-_BODIES = (CompletionRequest, ChatRequest, GenerateRequest, TokenizeRequest, DetokenizeRequest)
 _COUNTED = frozenset({"/v1/completions", "/v1/chat/completions", "/generate"})
 
 
@@ -67,7 +58,13 @@ def make_app(front: Front, keys: ApiKeys) -> FastAPI:
 
     app.add_exception_handler(PdmeshError, on_error)
     app.add_exception_handler(HTTPException, _on_http_error)  # type: ignore[arg-type]
-    app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = describe(app, keys_required=keys.required)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
     return app
 
 
@@ -85,14 +82,3 @@ async def _on_http_error(request: Request, exc: HTTPException) -> Response:
         "code": {404: "not_found", 405: "method_not_allowed"}.get(exc.status_code, "http_error"),
     }
     return json_response({"error": error}, exc.status_code, headers)
-
-
-def _describe(app: FastAPI) -> dict[str, Any]:
-    if app.openapi_schema is None:
-        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        _, found = models_json_schema(
-            [(kind, "validation") for kind in _BODIES], ref_template="#/components/schemas/{model}"
-        )
-        schema.setdefault("components", {}).setdefault("schemas", {}).update(found["$defs"])
-        app.openapi_schema = schema
-    return app.openapi_schema

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from importlib import metadata
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from engine_core.types.errors import Leg, NotFoundError, UnavailableError
-from services.router.front import Front
-from services.router.http import error_response, json_response
+from services.router.front import Front, Submission
+from services.router.http import client_of, error_response, json_response, request_id_of, until_disconnect
+from services.router.journey import Delta
 from services.router.mesh import Mesh
 from services.router.metrics import CONTENT_TYPE
+from services.router.openai_schema import GenerateRequest
 from services.router.placement import placeable
 from services.wire.bootstrap import RankRow
 
@@ -31,6 +34,21 @@ def ops_routes(front: Front) -> APIRouter:
     @router.get("/ping")
     async def health() -> Response:
         """200 while this process serves HTTP, whatever the workers do."""
+        return json_response({"status": "ok"})
+
+    @router.get("/health_generate")
+    async def health_generate(request: Request) -> Response:
+        """200 when a token could be generated; it takes the way of all requests."""
+        options = front.options(GenerateRequest(temperature=0.0, max_tokens=1, ignore_eos=True), None)
+        submission = Submission(
+            request_id=request_id_of(request.scope),
+            path="/health_generate",
+            prompts=((0,),),
+            options=options,
+            arrival=time.monotonic(),
+            client=client_of(request, None),
+        )
+        await until_disconnect(request.receive, front.run(submission, lambda _: _drop), front.tasks)
         return json_response({"status": "ok"})
 
     @router.get("/readiness")
@@ -79,6 +97,10 @@ def ops_routes(front: Front) -> APIRouter:
         return json_response(trace.as_json())
 
     return router
+
+
+async def _drop(delta: Delta) -> None:
+    """Nobody reads it."""
 
 
 def _worker(row: RankRow, mesh: Mesh) -> dict[str, Any]:

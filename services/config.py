@@ -165,6 +165,9 @@ class RouterConfig(CommonConfig):
     drain_timeout: float = Field(30.0, ge=0, description="Seconds that open requests get when stopping")
     http_tls_cert: str = Field("", description="PEM file with the certificate chain of the HTTP port")
     http_tls_key: str = Field("", description="PEM file with that certificate's key")
+    strict_max_tokens: bool = Field(
+        False, description="Refuse a max_tokens that does not fit behind its prompt, rather than cut it to what does"
+    )
     trust_request_chat_template: bool = Field(
         False, description="Render chat templates that requests bring; only for clients that you trust"
     )

@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, WithJsonSchema
 from services.router.json_body import short
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_IDS = 4096
 MAX_BIASES = 1024
 BIAS_LIMIT = 100.0
 MAX_INT = 2**31 - 1
@@ -56,6 +57,13 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
 
 def _optional_ids(value: Any) -> tuple[int, ...]:
     return () if value is None else token_ids(value, "the list")
+
+
+def _stop_ids(value: Any) -> tuple[int, ...]:
+    found = _optional_ids(value)
+    if len(found) > MAX_STOP_IDS:
+        raise ValueError(f"holds {len(found)} tokens; there may be {MAX_STOP_IDS}")
+    return tuple(dict.fromkeys(found))
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
@@ -166,6 +174,11 @@ _BIAS_SCHEMA = {
 Prompts = Annotated[tuple[Prompt, ...], BeforeValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
 StopStrings = Annotated[tuple[str, ...], BeforeValidator(_stop_strings), WithJsonSchema(_STOP_SCHEMA)]
 OptionalIds = Annotated[tuple[int, ...], BeforeValidator(_optional_ids), WithJsonSchema({"anyOf": [_TOKENS, _NULL]})]
+StopIds = Annotated[
+    tuple[int, ...],
+    BeforeValidator(_stop_ids),
+    WithJsonSchema({"anyOf": [{**_TOKENS, "maxItems": MAX_STOP_IDS}, _NULL]}),
+]
 Ids = Annotated[tuple[int, ...], BeforeValidator(lambda v: token_ids(v, "the list")), WithJsonSchema(_TOKENS)]
 LogitBias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(_logit_bias), WithJsonSchema(_BIAS_SCHEMA)]
 CountOrFlag = BeforeValidator(_count_or_flag)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from services.router.fields import MAX_INT, LogitBias, OptionalIds, StopStrings, Strict
+from services.router.fields import MAX_INT, LogitBias, StopIds, StopStrings, Strict
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -94,6 +94,7 @@ class StructuredOutputs(Strict):
     choice: list[str] | None = Field(None, min_length=1)
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None
 
 
 class SamplingRequest(Strict):
@@ -113,7 +114,7 @@ class SamplingRequest(Strict):
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     logit_bias: LogitBias = ()
     stop: StopStrings = ()
-    stop_token_ids: OptionalIds = ()
+    stop_token_ids: StopIds = ()
     include_stop_str_in_output: bool | None = False
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True

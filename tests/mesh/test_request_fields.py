@@ -12,7 +12,9 @@ import httpx
 import pytest
 import pytest_asyncio
 import torch
+from pydantic import BaseModel
 
+from services.router import reply_schema as replies
 from tests.mesh.conftest import EOS, Served
 from tests.support.asking import random_prompt
 from tests.support.hf_reference import logits
@@ -24,6 +26,13 @@ TOLERANCE = 1e-4
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
 MESSAGES = [{"role": "user", "content": "hello the user"}]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+REPLIES: dict[str, type[BaseModel]] = {
+    COMPLETIONS: replies.Completion,
+    CHAT: replies.ChatCompletion,
+    "/generate": replies.Generation,
+    "/tokenize": replies.Tokens,
+    "/detokenize": replies.Text,
+}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -33,8 +42,10 @@ async def http(llama: Served) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def ask(http: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]:
+    """The reply, which must be what /openapi.json says of it."""
     response = await http.post(path, json=body)
     assert response.status_code == 200, response.text
+    REPLIES[path].model_validate_json(response.content, strict=True)
     found: dict[str, Any] = response.json()
     return found
 
@@ -278,6 +289,21 @@ async def test_a_client_may_set_its_own_deadline(http: httpx.AsyncClient) -> Non
     for wrong in ("soon", "0", "-1", "nan", "1e9"):
         response = await http.post(COMPLETIONS, json=long, headers={"x-request-timeout": wrong})
         assert response.status_code == 400 and response.json()["error"]["param"] == "x-request-timeout"
+
+
+async def test_generate_reports_log_probabilities(llama: Served, http: httpx.AsyncClient) -> None:
+    prompt = list(random_prompt(20, 109))
+    body = {"token_ids": prompt, "max_tokens": 3, "temperature": 0, "ignore_eos": True, "logprobs": 1}
+    data = await ask(http, "/generate", **body, prompt_logprobs=0)
+    rows = scores(llama, prompt + data["output_ids"])[len(prompt) - 1 : -1]
+    assert [t["token_id"] for t in data["logprobs"]] == data["output_ids"]
+    assert near([t["logprob"] for t in data["logprobs"]], rows.max(-1).values.tolist())
+    assert [(t["rank"], t["top"][0][0]) for t in data["logprobs"]] == [(1, i) for i in data["output_ids"]]
+    assert [list(p) for p in data["prompt_logprobs"][1:]] == [[str(t)] for t in prompt[1:]]
+    first, *_, last = await events(http, "/generate", **body)
+    assert first["logprobs"][0]["token_id"] == data["output_ids"][0] and last["finish_reason"] == "length"
+    only = await ask(http, "/generate", **{**body, "max_tokens": 0}, prompt_logprobs=0)
+    assert (only["output_ids"], only["logprobs"], only["finish_reason"]) == ([], [], "length")
 
 
 async def test_templates_of_clients_are_not_trusted(http: httpx.AsyncClient) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel
 
 from engine_core.types.errors import InternalError
 from engine_core.types.sampling import TokenLogprobs
@@ -19,6 +20,8 @@ from services.router.journey import Delta, SampleResult
 from services.router.openai_stream import CompletionReply, ReplySpec
 from services.router.parsers.base import OutputParser
 from services.router.parsers.choice import OutputFormat
+from services.router.reply_schema import ChatCompletion as ChatBody
+from services.router.reply_schema import Completion as CompletionBody
 from services.router.tokenizer import RouterTokenizer
 from tests.support.models import tiny_model
 
@@ -67,7 +70,13 @@ def run(reply: CompletionReply | ChatReply, outputs: Sequence[Sequence[Delta]]) 
             reply.collect(i, delta)
         results.append(output[-1].result)
     found: dict[str, Any] = json.loads(json.dumps(reply.complete(results)))  # type: ignore[arg-type]
-    return found
+    return described(ChatBody if isinstance(reply, ChatReply) else CompletionBody, found)
+
+
+def described(kind: type[BaseModel], body: dict[str, Any]) -> dict[str, Any]:
+    """The body, which must be what /openapi.json says of it."""
+    kind.model_validate_json(json.dumps(body), strict=True)
+    return body
 
 
 def stream(reply: CompletionReply | ChatReply, outputs: Sequence[Sequence[Delta]]) -> list[dict[str, Any]]:

@@ -116,6 +116,22 @@ class AllocatesChunkByChunk(PrefillDisaggScheduler):
         return parts
 
 
+class ScoresAnew(PrefillDisaggScheduler):
+    """A prompt that is set back reports its log probabilities from the beginning."""
+
+    def _set_back(self, victim: PrefillSession, winner: PrefillSession, now: float) -> None:
+        super()._set_back(victim, winner, now)
+        victim.sequence.scored_to = 1
+
+
+class ScoresWhatPrefillHas(DecodeDisaggScheduler):
+    """A preempted session reports its prompt's log probabilities, which its leg has brought already."""
+
+    def _preempt(self, victim: DecodeSession, winner: DecodeSession, now: float) -> None:
+        super()._preempt(victim, winner, now)
+        victim.sequence.scored_to = 1
+
+
 class UnpinsOnEnd(PrefillDisaggScheduler):
     """Source blocks go back while a thread may still read them."""
 
@@ -173,6 +189,8 @@ def first_failure(scheduler: type[Any], says: str) -> Failure | None:
         (TrustsTheSender, r"reads .* right is"),
         (PreemptsWhatAwaitsKv, r"which it does not hold at the destination|reads .* right is"),
         (AllocatesChunkByChunk, r"without a fault"),
+        (ScoresAnew, r"prompt positions from 1 on"),
+        (ScoresWhatPrefillHas, r"prompt positions from 1 on"),
         (UnpinsOnEnd, r"reads block \d+, which it does not hold at the source"),
         (AnswersQuietAtOnce, r"QUIET of .* while a push runs"),
         (LosesTheEnd, r"a state without an exit"),

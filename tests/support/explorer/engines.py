@@ -10,14 +10,15 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from engine_core.host import frames
-from engine_core.scheduler.step import StepPlan, StepResult
+from engine_core.scheduler.step import ScheduledSequence, StepPlan, StepResult
 from engine_core.transfer import base
 from engine_core.types.ids import Incarnation, SessionId
 from engine_core.types.kv import KvLayout
 from engine_core.types.request import Role
+from engine_core.types.sampling import TokenLogprobs
 from tests.support.builders import layout as build_layout
 from tests.support.explorer.links import DeadEnd, Link
-from tests.support.explorer.symbols import EOS, SymbolicPool, Violation, draw
+from tests.support.explorer.symbols import EOS, SymbolicPool, Violation, draw, score
 
 if TYPE_CHECKING:
     from engine_core.config import SchedulerConfig
@@ -115,7 +116,7 @@ class EngineProcess:
         plan = self.plan
         assert plan is not None
         self.plan = None
-        self.core.settle(plan, StepResult(plan.step, self._compute(plan)), self.world.clock.now)
+        self.core.settle(plan, self._compute(plan), self.world.clock.now)
         self.awake = self.core.has_work()  # otherwise the loop sleeps
         self._flush()
 
@@ -162,22 +163,42 @@ class EngineProcess:
 
     # ---- the fake executor ----
 
-    def _compute(self, plan: StepPlan) -> tuple[int, ...]:
-        sampled = []
+    def _compute(self, plan: StepPlan) -> StepResult:
+        sampled: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
         seen: set[SessionId] = set()
         for part in plan.sequences:
             if part.session in seen:
                 raise Violation(f"{part.session} is twice in one step")
             seen.add(part.session)
-            sampled.append(self._compute_one(part))
+            token, report = self._compute_one(part)
+            sampled.append(token)
+            logprobs.append(report)
         if plan.num_tokens > self.config.max_batch_tokens:
             raise Violation(f"a step of {plan.num_tokens} tokens, above {self.config.max_batch_tokens}")
-        return tuple(sampled)
+        scores = tuple(self._scores(part) for part in plan.sequences)
+        return StepResult(plan.step, tuple(sampled), logprobs=tuple(logprobs), prompt_logprobs=scores)
 
-    def _compute_one(self, part: Any) -> int:
+    def _scores(self, part: ScheduledSequence) -> tuple[TokenLogprobs, ...]:
+        """Of the scored positions, by what this very step has computed."""
+        first, end = part.scored
+        if first == end:
+            return ()
+        if not part.start < first < end <= min(part.start + len(part.token_ids) + 1, part.prompt_len):
+            raise Violation(f"{part.session} scores [{first}, {end}) with [{part.start}, +{len(part.token_ids)})")
+        found = []
+        for position in range(first, end):
+            content = self.pool.at(part.block_ids[0], position - 1)
+            assert content is not None
+            found.append(score(content[1], part.known[position]))
+        return tuple(found)
+
+    def _compute_one(self, part: ScheduledSequence) -> tuple[int, TokenLogprobs | None]:
         truth, table, session = self.world.truths[part.session.room], part.block_ids[0], part.session
         if not self.kv.holds(session):
             raise Violation(f"{session} computes without blocks")
+        if tuple(part.known) != truth.tokens[: len(part.known)] or part.prompt_len != len(truth.prompt):
+            raise Violation(f"{session} knows {part.known}, {part.prompt_len} of the prompt; right is {truth.tokens}")
         for position in range(part.start):
             found, right = self.pool.at(table, position), truth.content(position)
             if found != right:
@@ -193,11 +214,12 @@ class EngineProcess:
                 raise Violation(f"{self.instance}: {session} computes into block {block}, which another shares")
             self.pool.put(table, position, truth.content(position))
         if not part.sample:
-            return -1
+            return -1, None
         last = part.start + len(part.token_ids) - 1
         content = self.pool.at(table, last)
         assert content is not None
-        return draw(content[1], part.sampling.seed, part.banned_token_ids)
+        token = draw(content[1], part.sampling.seed, part.banned_token_ids)
+        return token, score(content[1], token) if part.sampling.logprobs is not None else None
 
     # ---- the end ----
 

@@ -1,9 +1,12 @@
 """The router's side of one request: plans a pair, tries again before token 1, resumes after it where the
-scenario says so, cancels, gives up at the deadline. Each token is compared with the truth at once."""
+scenario says so, cancels, gives up at the deadline. Each token, and each log probability, is compared with the truth
+at once."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from engine_core.host import frames
 from engine_core.types.ids import SessionId
@@ -29,6 +32,10 @@ class Journey:
         self.arrival_ms = room
         self.deadline = world.clock.now + ask.deadline_after
         self.tokens: list[int] = []
+        self.scored = self.due = 1
+        """The next prompt position that the user lacks, and the next that this attempt brings."""
+        self.asked = False
+        """This attempt was asked for the prompt's log probabilities."""
         self.attempt = -1
         self.call: Call | None = None
         self.outcome: str | None = None
@@ -48,11 +55,16 @@ class Journey:
         self.attempt += 1
         world = self.world
         prefill, decode = self.pair or world.place()
+        sampling = self.ask.sampling
+        self.asked = sampling.prompt_logprobs is not None and self.scored < len(self.ask.prompt)
+        self.due = 1
+        if not self.asked:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         spec = GenerateSpec(
             session=SessionId(self.room, self.attempt),
             request_id=f"req-{self.room}",
             prompt_token_ids=self.ask.prompt,
-            sampling=self.ask.sampling,
+            sampling=sampling,
             arrival_ms=self.arrival_ms,
             deadline=self.deadline,
             emitted_token_ids=tuple(self.tokens),
@@ -76,6 +88,11 @@ class Journey:
             return
         if not self.ask.fits:
             raise Violation(f"room {self.room}: a request that can never fit got tokens")
+        if isinstance(message, frames.PromptLogprobs):
+            self._take_scores(message)
+            return
+        if self.asked and message.token_ids and self.due < len(self.ask.prompt):
+            raise Violation(f"room {self.room}: a token before prompt positions from {self.due} on")
         first = message.first_index
         if first != len(self.tokens):
             raise Violation(f"room {self.room}: tokens from {first}, {len(self.tokens)} are here: a gap or an overlap")
@@ -83,8 +100,27 @@ class Journey:
         self.tokens += message.token_ids
         if tuple(self.tokens) != truth[: len(self.tokens)]:
             raise Violation(f"room {self.room}: wrong text {self.tokens}, right is {truth}")
+        self._check_logprobs(message)
         if message.finish is not None:
             self._finish(message.finish)
+
+    def _take_scores(self, message: frames.PromptLogprobs) -> None:
+        first, count = message.first_position, len(message.positions)
+        if not self.asked or first != self.due or count < 1 or first + count > len(self.ask.prompt):
+            raise Violation(f"room {self.room}: {count} prompt positions from {first} on, {self.due} is due")
+        truth = self.world.truths[self.room]
+        right = [truth.score(position) for position in range(first, first + count)]
+        if list(message.positions) != right:
+            raise Violation(f"room {self.room}: scores {message.positions} from {first} on, right is {right}")
+        self.due += count
+        self.scored = max(self.scored, self.due)
+
+    def _check_logprobs(self, message: frames.SessionOutput) -> None:
+        truth = self.world.truths[self.room]
+        places = range(len(truth.prompt) + message.first_index, len(truth.prompt) + len(self.tokens))
+        right = [truth.score(place) for place in places] if self.ask.sampling.logprobs is not None else []
+        if list(message.logprobs) != right:
+            raise Violation(f"room {self.room}: log probabilities {message.logprobs}, right is {right}")
 
     def _finish(self, finish: Finish) -> None:
         truth = self.world.truths[self.room].output

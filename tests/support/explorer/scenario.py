@@ -122,6 +122,7 @@ def _asks(
         stem = common if rng.random() < 0.6 else other
         shared = rng.choice((size, size, size // 2, 0))
         prompt = stem[:shared] + tuple(rng.randrange(VOCABULARY) for _ in range(size - shared))
+        own = random.Random(repr(prompt))  # leaves what else a seed means as it is
         room = longest - size + 1  # the router clamps to both pools
         params = SamplingParams(
             max_tokens=min(room, rng.choice((1, 2, 3, 5, 8))),
@@ -130,6 +131,8 @@ def _asks(
             min_tokens=rng.choice((0, 0, 0, 2)),
             stop_token_ids=rng.choice(((), (), (3,))),
             ignore_eos=rng.random() < 0.5,
+            logprobs=own.choice((None, None, 0)),
+            prompt_logprobs=own.choice((None, None, 0)),
         )
         if params.min_tokens > params.max_tokens:
             params = msgspec.structs.replace(params, min_tokens=0)

@@ -252,7 +252,11 @@ class DecodeShell(Shell):
             case frames.Started():
                 self.send(frames.LegStarted(session))
             case frames.FirstToken():
-                self.send(frames.LegToken(session, message.token_id, message.cached_tokens, message.timings))
+                self.send(
+                    frames.LegToken(session, message.token_id, message.cached_tokens, message.timings, message.logprobs)
+                )
+            case frames.PromptLogprobs():
+                self._scores(message)
             case frames.Delivered():
                 self.send(frames.LegDelivered(session, message.shards, message.timings))
 
@@ -273,6 +277,8 @@ class DecodeShell(Shell):
             case frames.Outputs():
                 for output in frame.outputs:
                     self._output(output)
+            case frames.PromptLogprobs():
+                self._scores(frame)
             case frames.OpenLeg():
                 self._open_leg(frame.session)
             case frames.SendTicket():
@@ -303,6 +309,12 @@ class DecodeShell(Shell):
             self.close(output.session, UNAVAILABLE, output.error)
         elif output.finish is not None:
             self.close(output.session, OK)
+
+    def _scores(self, scores: frames.PromptLogprobs) -> None:
+        """The engine's own, or the leg's, past the engine."""
+        call = self.streams.get(scores.session)
+        if call is not None:
+            call.reply(scores)
 
     def _open_leg(self, session: SessionId) -> None:
         request = self.requests.get(session)
@@ -401,7 +413,7 @@ class PrefillShell(Shell):
         if call is None:
             return
         match frame:
-            case frames.Started() | frames.FirstToken():
+            case frames.Started() | frames.PromptLogprobs() | frames.FirstToken():
                 call.reply(frame)
             case frames.Delivered():
                 call.reply(frame)

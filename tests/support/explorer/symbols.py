@@ -1,7 +1,8 @@
 """Symbolic KV and true outputs.
 
 A slot's content is (position, chain): `chain` digests the salt and every token up to and including
-its own. The next token is drawn from the chain, so that the true output follows from the request.
+its own. The next token is drawn from the chain, so that the true output follows from the request; so do the log
+probabilities of whatever token stands there.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine_core.types.request import GenerateSpec
-from engine_core.types.sampling import SamplingParams
+from engine_core.types.sampling import SamplingParams, TokenLogprobs
 
 VOCABULARY = 6
 EOS = 0
@@ -44,6 +45,11 @@ def draw(chain: int, seed: int, banned: Sequence[int] = ()) -> int:
     return token
 
 
+def score(chain: int, token: int) -> TokenLogprobs:
+    """The log probabilities of a token after a prefix."""
+    return TokenLogprobs(token, -float(extend(chain, token) % 100_003), 1)
+
+
 def stop_tokens(params: SamplingParams) -> tuple[int, ...]:
     """Tokens that end an output."""
     return params.stop_token_ids if params.ignore_eos else (EOS, *params.stop_token_ids)
@@ -69,6 +75,10 @@ class Truth:
                 break
         self.prompt, self.output, self.chains = prompt, tuple(output), chains
         self.tokens = prompt + self.output
+
+    def score(self, position: int) -> TokenLogprobs:
+        """The log probabilities of the token at a position."""
+        return score(self.chains[position - 1], self.tokens[position])
 
     def content(self, position: int) -> Content:
         """What the slot of a position must hold."""

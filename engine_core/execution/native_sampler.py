@@ -115,11 +115,14 @@ class NativeSampler:
         """Brings the rows' lasting part up to date; nothing to do while the batch stays the same."""
         if params == self._params:
             return
-        prepared = [self._prepared.get(id(p)) or _Prepared(p) for p in params]
-        self._prepared = {id(p.params): p for p in prepared}
+        prepared: dict[int, _Prepared] = {}  # by identity; one for all rows that share theirs
+        for p in params:
+            if id(p) not in prepared:
+                prepared[id(p)] = self._prepared.get(id(p)) or _Prepared(p)
+        self._prepared = prepared
         self._params = params
-        self._rows = np.concatenate([p.record for p in prepared])
-        self._penalised = [i for i, p in enumerate(prepared) if p.penalised]
+        self._rows = np.concatenate([prepared[id(p)].record for p in params])
+        self._penalised = [i for i, p in enumerate(params) if prepared[id(p)].penalised]
         self._reporting = [i for i, p in enumerate(params) if p.logprobs is not None]
 
     def _count(self, draws: Sequence[DrawRow], vocab: int) -> list[TokenCounts]:

@@ -243,3 +243,18 @@ def test_the_order_of_a_batch_may_change_while_its_parameters_stay(sampler: Samp
     for order in ((first, second), (second, first), (second,), (third, second, first), (first,), (first, third)):
         wanted = [drawn.params.logit_bias[0][0] for drawn in order]
         assert sampler.sample(torch.zeros(len(order), 9), order).tokens == wanted
+
+
+def test_rows_may_share_their_parameters() -> None:
+    """What the rows point to stays in memory, whatever else takes memory meanwhile."""
+    params = SamplingParams(max_tokens=9, logit_bias=tuple((t, float(t % 7)) for t in range(300)), **PENALTIES)
+    native, known = NativeSampler(Kernels()), [[i, i + 1] for i in range(16)]
+    for _ in range(5):
+        draws = [DrawRow(params, len(k), (), SessionId(i), k, 1) for i, k in enumerate(known)]
+        logits = torch.randn(16, 325, generator=torch.Generator().manual_seed(1))
+        got = native.sample(logits.clone(), draws)
+        assert_same(got, ReferenceSampler().sample(logits, draws))
+        for k, token in zip(known, got.tokens, strict=True):
+            k.append(token)
+        taken = [np.full(300, 1e9) for _ in range(50)]
+        assert len(taken) == 50

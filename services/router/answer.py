@@ -9,11 +9,12 @@ from typing import Any, Protocol
 from fastapi import Request
 from starlette.responses import Response
 
-from engine_core.types.errors import InvalidRequestError
-from services.router.front import Front, Submission
+from engine_core.types.errors import DeadlineError, InvalidRequestError
+from services.router.front import Front, SinkOf, Submission
 from services.router.http import (
     EventResponse,
     EventStream,
+    RequestTimeoutError,
     client_of,
     json_response,
     request_id_of,
@@ -100,7 +101,7 @@ async def answer(front: Front, request: Request, submission: Submission, reply: 
 
             return sink
 
-        await stream.write(reply.end(await front.run(submission, sink_of)))
+        await stream.write(reply.end(await _run(front, submission, sink_of)))
 
     def on_end(failure: BaseException | None, started: bool) -> None:  # noqa: FBT001
         front.count_end(submission.path, failure, started=started)
@@ -117,4 +118,14 @@ async def _whole(front: Front, submission: Submission, reply: ReplyWriter) -> di
 
         return sink
 
-    return reply.complete(await front.run(submission, sink_of))
+    return reply.complete(await _run(front, submission, sink_of))
+
+
+async def _run(front: Front, submission: Submission, sink_of: SinkOf) -> list[SampleResult]:
+    try:
+        return await front.run(submission, sink_of)
+    except DeadlineError as exc:
+        own = submission.timeout < front.config.request_timeout and exc.reason == DeadlineError.reason
+        if not own:
+            raise
+        raise RequestTimeoutError(f"the {submission.timeout:g} s that the client allows are over") from exc

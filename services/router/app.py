@@ -61,7 +61,7 @@ def make_app(front: Front, keys: ApiKeys) -> FastAPI:
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = describe(app, keys_required=keys.required)
+            app.openapi_schema = describe(app, keys_required=keys.required, vocab_size=front.model.vocab_size)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]

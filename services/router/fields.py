@@ -155,10 +155,11 @@ _PROMPT_SCHEMA = {
 _STOP_SCHEMA = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": MAX_STOP_STRINGS}, _NULL]}
 _PART_SCHEMA = {
     "type": "object",
-    "properties": {"type": {"enum": ["text"]}, "text": {"type": "string"}},
-    "required": ["type", "text"],
+    "properties": {"type": {"enum": ["text", "input_text", "output_text", None]}, "text": {"type": "string"}},
+    "required": ["text"],
 }
-_CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}, _NULL]}
+_PARTS_SCHEMA = {"type": "array", "items": {"anyOf": [{"type": "string"}, _PART_SCHEMA]}}
+_CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, _PARTS_SCHEMA, _NULL]}
 _BIAS_SCHEMA = {
     "anyOf": [
         {

@@ -70,6 +70,12 @@ class BodyStalledError(DeadlineError):
     reason = "BODY_STALLED"
 
 
+class RequestTimeoutError(DeadlineError):
+    """The time that the client allows for its request is over."""
+
+    reason = "REQUEST_TIMEOUT"
+
+
 class NotJsonError(InvalidRequestError):
     """The body is declared to be something else than JSON: a browser's form, for example."""
 
@@ -86,6 +92,7 @@ _OF_HTTP: Mapping[type[PdmeshError], int] = {
     BodyStalledError: 408,
     BodyTooLargeError: 413,
     NotJsonError: 415,
+    RequestTimeoutError: 408,
 }
 """Errors that only HTTP knows; of all others services/runtime/errors.py knows the status."""
 
@@ -98,7 +105,7 @@ def error_status(exc: PdmeshError) -> int:
 def error_body(exc: PdmeshError) -> dict[str, Any]:
     """OpenAI's shape: {"error": {message, type, param, code}}."""
     kind = "server_error"
-    if isinstance(exc, InvalidRequestError | NotFoundError | BodyStalledError):
+    if isinstance(exc, InvalidRequestError | NotFoundError | BodyStalledError | RequestTimeoutError):
         kind = "invalid_request_error"
     elif isinstance(exc, QueueFullError):
         kind = "rate_limit_error"
@@ -112,7 +119,7 @@ def error_response(exc: PdmeshError) -> Response:
     headers = {}
     if status in (429, 503):
         headers["retry-after"] = str(max(1, math.ceil(exc.retry_after)))
-    if status in (408, 413):
+    if isinstance(exc, BodyStalledError | BodyTooLargeError):
         headers["connection"] = "close"
     if status == 401:
         headers["www-authenticate"] = 'Bearer realm="pdmesh"'

@@ -47,6 +47,11 @@ _REPLIES: dict[str, type[BaseModel]] = {
     "/explain/{request_id}": replies.Moves,
     "/sd": replies.ScrapeTargets,
 }
+_PROMPTS = {
+    "CompletionRequest": ("prompt",),
+    "GenerateRequest": ("text", "input_ids", "token_ids"),
+    "DetokenizeRequest": ("tokens",),
+}
 _LISTS = frozenset({"/sd"})
 _STREAMS = frozenset({"/v1/completions", "/v1/chat/completions", "/generate"})
 
@@ -54,7 +59,7 @@ _SAID = {
     400: "The request is wrong; `param` names the field",
     401: "There is no API key, or a wrong one",
     404: "There is no such model, or nothing under this name",
-    408: "The body did not come in time",
+    408: "The body did not come in time, or the time that the client allows is over",
     413: "The body is too large",
     415: "The body is declared to be something else than JSON",
     429: "The queue is full, or the wait would be too long; Retry-After says when to come again",
@@ -67,8 +72,8 @@ _OF_MODELS = (404,)
 _OF_WORK = (429, 500, 503, 504)
 
 
-def describe(app: FastAPI, *, keys_required: bool) -> dict[str, Any]:
-    """The document for this application's routes."""
+def describe(app: FastAPI, *, keys_required: bool, vocab_size: int) -> dict[str, Any]:
+    """The document for this application's routes, with a model of so many tokens."""
     schema = get_openapi(
         title=app.title,
         version=app.version,
@@ -76,7 +81,7 @@ def describe(app: FastAPI, *, keys_required: bool) -> dict[str, Any]:
         description="OpenAI's API, and what pdmesh serves beside it. Unknown fields are ignored; null is as absent.",
     )
     parts = schema.setdefault("components", {})
-    parts["schemas"] = _models()
+    parts["schemas"] = _models(vocab_size)
     parts["securitySchemes"] = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -88,12 +93,27 @@ def describe(app: FastAPI, *, keys_required: bool) -> dict[str, Any]:
     return schema
 
 
-def _models() -> dict[str, Any]:
+def _models(vocab_size: int) -> dict[str, Any]:
     asked = [(kind, "validation") for kind in _REQUESTS]
     answered = [(kind, "serialization") for kind in {*_REPLIES.values(), replies.ErrorBody}]
     _, found = models_json_schema([*asked, *answered], ref_template=_REF)  # type: ignore[list-item]
     models: dict[str, Any] = found["$defs"]
+    for model, fields in _PROMPTS.items():
+        for field in fields:
+            _limit_ids(models[model]["properties"][field], vocab_size)
+        if len(fields) > 1:
+            models[model]["anyOf"] = [{"required": [field]} for field in (*fields, "sampling_params")]
+    models["TokenizeRequest"]["anyOf"] = [{"required": ["prompt"]}, {"required": ["messages"]}]
     return models
+
+
+def _limit_ids(schema: dict[str, Any], vocab_size: int) -> None:
+    """Token ids of prompts end with the vocabulary."""
+    for part in schema.get("anyOf", [schema]):
+        items = part.get("items", {})
+        for numbers in (items, items.get("items", {})):
+            if numbers.get("type") == "integer":
+                numbers["maximum"] = vocab_size - 1
 
 
 def _complete(path: str, method: str, operation: dict[str, Any]) -> None:

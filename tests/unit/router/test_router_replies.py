@@ -239,6 +239,26 @@ async def test_sampling_reaches_the_worker_and_max_tokens_is_clamped() -> None:
         assert asked.sampling.max_tokens == 150 - len(asked.prompt_token_ids)
 
 
+async def test_what_a_router_is_told_to_trust_and_to_refuse() -> None:
+    fake = FakeDecode(says([5]), max_model_len=200)
+    told = {"trust_request_chat_template": True, "strict_max_tokens": True}
+    async with running_router(tiny_model(), fake, **told) as router:
+        chat = {"messages": USER, "chat_template": "so {{ messages[0].content }}", "max_tokens": 190}
+        assert (await router.http.post("/v1/chat/completions", json=chat)).status_code == 200
+        assert list(fake.requests[0].request.prompt_token_ids) == router.ids("so hello")
+        for path, body in (
+            ("/v1/chat/completions", chat | {"max_tokens": 65535}),
+            ("/v1/completions", {"prompt": [[5], [5] * 60], "max_tokens": 141}),
+        ):
+            response = await router.http.post(path, json=body)
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, "max_tokens")
+            assert error["code"] == "context_length_exceeded" and "200" in error["message"]
+        fits = {"prompt": [5] * 60, "max_tokens": 140}
+        assert (await router.http.post("/v1/completions", json=fits)).status_code == 200
+        assert [r.request.sampling.max_tokens for r in fake.requests] == [190, 140]
+
+
 async def test_generate_and_explain() -> None:
     fake = FakeDecode(says([]), role=Role.MIXED, name="mixed-0")
     async with running_router(tiny_model(), fake) as router:

@@ -233,6 +233,13 @@ class Front:
         if submission.samples > most:
             message = f"n: {submission.options.n} samples of {prompts} prompts are above the limit of {most}"
             raise InvalidRequestError(message, field="n")
+        wanted, longest = submission.options.max_tokens, max(map(len, submission.prompts))
+        if self.config.strict_max_tokens and wanted is not None and longest + wanted > self.token_limit:
+            raise ContextLengthError(
+                f"max_tokens: {wanted} after a prompt of {longest} tokens is above the {self.token_limit} that fit",
+                field="max_tokens",
+                leg=Leg.ROUTER,
+            )
 
     # ---- running ----------------------------------------------------------------------------------
 

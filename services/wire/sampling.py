@@ -18,6 +18,10 @@ MAX_STOP_IDS = 4_096
 MAX_LOGIT_BIAS = 1_024
 MAX_TOP_LOGPROBS = 20
 """Best tokens that may be reported per position."""
+MAX_ADJUSTMENT = 1e4
+"""Largest penalty or bias: far beyond any logit, and far from what float32 can't add up."""
+MAX_REPETITION = 1e3
+"""Largest repetition penalty; its inverse is the smallest."""
 
 _KIND_TO_PROTO: dict[GrammarKind, generation_pb2.GrammarKind] = {
     GrammarKind.JSON_SCHEMA: generation_pb2.GRAMMAR_KIND_JSON_SCHEMA,
@@ -55,8 +59,8 @@ def sampling_from_proto(message: generation_pb2.SamplingParams) -> SamplingParam
         min_tokens=message.min_tokens,
         stop_token_ids=stop_ids,
         ignore_eos=message.ignore_eos,
-        frequency_penalty=_finite("frequency_penalty", message.frequency_penalty),
-        presence_penalty=_finite("presence_penalty", message.presence_penalty),
+        frequency_penalty=_adjustment("frequency_penalty", message.frequency_penalty),
+        presence_penalty=_adjustment("presence_penalty", message.presence_penalty),
         repetition_penalty=_repetition_penalty(message),
         logit_bias=_logit_bias(message),
         logprobs=_top("logprobs", message.logprobs) if message.HasField("logprobs") else None,
@@ -92,16 +96,17 @@ def sampling_to_proto(sampling: SamplingParams) -> generation_pb2.SamplingParams
     )
 
 
-def _finite(name: str, value: float) -> float:
-    if not math.isfinite(value):
-        raise _invalid(name, f"is {value:g}; it must be a finite number")
+def _adjustment(name: str, value: float, where: str = "") -> float:
+    if not -MAX_ADJUSTMENT <= value <= MAX_ADJUSTMENT:
+        raise _invalid(name, f"is {value:g}{where}; it must be from {-MAX_ADJUSTMENT:g} to {MAX_ADJUSTMENT:g}")
     return value
 
 
 def _repetition_penalty(message: generation_pb2.SamplingParams) -> float:
     penalty = message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
-    if not (math.isfinite(penalty) and penalty > 0):
-        raise _invalid("repetition_penalty", f"is {penalty:g}; it must be a number above 0 (1 changes nothing)")
+    if not 1 / MAX_REPETITION <= penalty <= MAX_REPETITION:
+        bounds = f"from {1 / MAX_REPETITION:g} to {MAX_REPETITION:g}"
+        raise _invalid("repetition_penalty", f"is {penalty:g}; it must be {bounds} (1 changes nothing)")
     return penalty
 
 
@@ -111,8 +116,7 @@ def _logit_bias(message: generation_pb2.SamplingParams) -> tuple[tuple[int, floa
     biases = tuple(sorted(message.logit_bias.items()))
     _check_ids("logit_bias", tuple(token for token, _ in biases))
     for token, bias in biases:
-        if not math.isfinite(bias):
-            raise _invalid("logit_bias", f"is {bias:g} for token {token}; it must be a finite number")
+        _adjustment("logit_bias", bias, f" for token {token}")
     return biases
 
 

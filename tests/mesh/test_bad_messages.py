@@ -356,10 +356,15 @@ async def test_spoilt_messages(small_mesh: Mesh, raw: Raw, data: st.DataObject) 
     row.instance.name, row.incarnation = "spoilt", 5
     boot, worker = raw.bootstrap, raw.worker("decode-0")
     load = worker_pb2.Load(running=1, kv=worker_pb2.KvUsage(total=1))
+    adjusted = sampling(
+        frequency_penalty=0.5, presence_penalty=0.5, repetition_penalty=1.5, logit_bias={5: 1.0}, logprobs=2,
+        prompt_logprobs=1,
+    )  # fmt: skip
     good: list[tuple[Any, Any]] = [
         (raw.decode.Generate, raw.generate()),
-        (raw.decode.Generate, raw.generate()),
+        (raw.decode.Generate, raw.generate(request=raw.request(sampling=adjusted))),
         (raw.prefill.Prefill, raw.open()),
+        (raw.prefill.Prefill, raw.open(request=raw.request(sampling=adjusted), without_transfer=True)),
         (raw.prefill.Prefill, raw.ticket()),
         (raw.transfer.NegotiateLayout, raw.negotiate(decode_incarnation=1059)),
         (raw.transfer.Quiesce, transfer_service_pb2.QuiesceRequest(sessions=[session(5)])),

@@ -27,7 +27,7 @@ from services.wire.sampling import MAX_GRAMMAR_BYTES, sampling_from_proto
 
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(tuple)
 single = st.floats(0, 1, width=32)
-finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+adjustments = st.floats(-1e4, 1e4, width=32)
 tops = st.none() | st.integers(0, 20)
 
 
@@ -50,10 +50,10 @@ def specs(draw: st.DrawFn) -> GenerateSpec:
             min_tokens=draw(st.integers(0, most)),
             stop_token_ids=draw(token_ids),
             ignore_eos=draw(st.booleans()),
-            frequency_penalty=draw(finite),
-            presence_penalty=draw(finite),
-            repetition_penalty=draw(st.floats(2**-20, 1000, width=32)),
-            logit_bias=tuple(sorted(draw(st.dictionaries(st.integers(0, 2**31 - 1), finite, max_size=5)).items())),
+            frequency_penalty=draw(adjustments),
+            presence_penalty=draw(adjustments),
+            repetition_penalty=draw(st.floats(2**-9, 1000, width=32)),
+            logit_bias=tuple(sorted(draw(st.dictionaries(st.integers(0, 2**31 - 1), adjustments, max_size=5)).items())),
             logprobs=draw(tops),
             prompt_logprobs=draw(tops),
             grammar=draw(
@@ -129,12 +129,16 @@ def test_bad_requests_name_the_field(change: dict[str, object], field: str) -> N
         ({"frequency_penalty": float("nan")}, "frequency_penalty"),
         ({"frequency_penalty": 1e300}, "frequency_penalty"),
         ({"presence_penalty": float("-inf")}, "presence_penalty"),
+        ({"presence_penalty": 20_000.0}, "presence_penalty"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-30}, "repetition_penalty"),
+        ({"repetition_penalty": 2000.0}, "repetition_penalty"),
         ({"repetition_penalty": -1.0}, "repetition_penalty"),
         ({"repetition_penalty": float("inf")}, "repetition_penalty"),
         ({"logit_bias": {-1: 1.0}}, "logit_bias"),
         ({"logit_bias": {3: float("nan")}}, "logit_bias"),
         ({"logit_bias": {3: float("-inf")}}, "logit_bias"),
+        ({"logit_bias": {3: 1e38}}, "logit_bias"),
         ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias"),
         ({"logprobs": -1}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),

@@ -106,6 +106,8 @@ def try_out(vocabulary: llguidance.LLTokenizer, matcher: llguidance.LLMatcher) -
         allowed = tokens_of(copy.compute_bitmask())
         if copy.is_error():
             raise _refused(_short(copy.get_error()))
+        if copy.is_stopped() and not copy.is_accepting():
+            raise _refused("nothing matches the grammar")
         if not allowed.size:
             raise _refused("nothing matches the grammar")
         if copy.is_stopped():
@@ -131,4 +133,6 @@ def _short(message: str) -> str:
     lines = [line.strip() for line in message.split("<state>")[0].split("<non-verbose/>")[0].splitlines()]
     kept = [line for line in lines if line and not (line[0].isdigit() and " | " in line) and set(line) != {"^"}]
     text = " ".join(" ".join(kept).split())
+    if text.startswith("NoExtension"):
+        return "nothing matches the grammar"
     return text if len(text) <= _MESSAGE_CHARS else text[: _MESSAGE_CHARS - 1] + "…"

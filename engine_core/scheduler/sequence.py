@@ -67,11 +67,12 @@ class Sequence:
         """Adds an output token; returns why the output ends with it, or None."""
         self.tokens.append(token_id)
         sampling = self.spec.sampling
-        if self.output_len > sampling.min_tokens:
-            if token_id in sampling.stop_token_ids:
-                return FinishReason.STOP, token_id
-            if token_id in eos_token_ids and not sampling.ignore_eos:
-                return FinishReason.STOP, token_id
+        enough = self.output_len > sampling.min_tokens
+        if enough and token_id in sampling.stop_token_ids:
+            return FinishReason.STOP, token_id
+        # Below min_tokens the end is drawn only where a grammar allows nothing else.
+        if token_id in eos_token_ids and not sampling.ignore_eos and (enough or sampling.grammar is not None):
+            return FinishReason.STOP, token_id
         if self.output_len >= self.limit:
             return FinishReason.LENGTH, None
         return None

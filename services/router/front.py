@@ -30,7 +30,8 @@ from services.router.access import log_access
 from services.router.admission import NO_LIMIT, Admission, Demand, Room, Ticket, room_of
 from services.router.chat_schema import Chat
 from services.router.fields import Prompt
-from services.router.forced import grammar_of
+from services.router.forced import grammar_of, named_grammars
+from services.router.grammar_check import GrammarCheck
 from services.router.http import as_pdmesh_error, error_status
 from services.router.journey import Delta, Journey, SampleResult, SampleSpec, Sink, derive_seed
 from services.router.mesh import Mesh
@@ -123,6 +124,7 @@ class Front:
             prompts_ahead=config.prompts_ahead or math.inf,
         )
         self._typical_output = _FIRST_GUESS
+        self.grammars = GrammarCheck(model.directory)
         mesh.table.on_change(self._on_table)
         self._on_table()
         self.metrics.watch_admission(lambda: self.admission.in_flight, lambda: self.admission.queued)
@@ -208,7 +210,10 @@ class Front:
         """
         if grammar is None:
             grammar = grammar_of(asked)
-        options = options_of(asked, self.model.defaults, max_tokens_default, grammar)
+        elif asked.ignore_eos:
+            raise InvalidRequestError("ignore_eos: not together with calls that are forced", field="ignore_eos")
+        field = (named_grammars(asked) or ["tools"])[0]
+        options = options_of(asked, self.model.defaults, max_tokens_default, grammar, field)
         for token_id, _ in options.logit_bias:
             if token_id >= self.model.vocab_size:
                 message = f"logit_bias: token id {token_id} is out of the vocabulary of {self.model.vocab_size}"
@@ -253,6 +258,8 @@ class Front:
         with self.traces.follow(
             submission.request_id, submission.arrival, submission.traceparent, submission.path
         ) as trace:
+            if submission.options.grammar is not None:
+                await self.grammars.check(submission.options.grammar, submission.options.grammar_field)
             if self.config.log_prompts:
                 log_prompts(self.tokenizer, submission.request_id, submission.prompts)
             trace.results = results = await self._run(submission, sink_of, trace)

@@ -124,6 +124,7 @@ async def run(config: RouterConfig, stop: Stop, on_ready: Callable[[dict[str, An
         await serving
     finally:
         await front.tasks.close()
+        await front.grammars.close()
         await tasks.close()
         await watcher.close()
         if tracing is not None:

@@ -65,6 +65,8 @@ class GenerationOptions(msgspec.Struct, frozen=True):
     prompt_logprobs: int | None = None
     """The same per prompt position but the first."""
     grammar: Grammar | None = None
+    grammar_field: str = ""
+    """The client's field that asks for it."""
     include_stop: bool = False
     """Leave the stop string, or the stop token's text, in the output."""
     skip_special_tokens: bool = True
@@ -79,6 +81,7 @@ def options_of(
     defaults: SamplingDefaults,
     max_tokens_default: int | None,
     grammar: Grammar | None = None,
+    grammar_field: str = "",
 ) -> GenerationOptions:
     """Fills in defaults. Raises InvalidRequestError when min_tokens exceeds the limit that the client set."""
 
@@ -119,6 +122,7 @@ def options_of(
         logprobs=best_tokens,
         prompt_logprobs=request.best_prompt_tokens(),
         grammar=grammar,
+        grammar_field=grammar_field,
         include_stop=bool(request.include_stop_str_in_output),
         skip_special_tokens=request.skip_special_tokens is not False,
         scores_only=scores_only,

@@ -7,6 +7,7 @@ The router takes turns between a pair and a MIXED worker, so that what breaks on
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,6 +167,22 @@ async def test_a_prompt_that_breaks_half_way_is_scored_once(scored: Scored) -> N
         answer = await scored.asker.generate(tuple(prompt), max_tokens=TOKENS, **ADJUSTED)
         assert scored.broke("prompt") and answer.attempts == 2, answer
         scored.check(answer)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+async def test_a_grammar_goes_on_where_it_was(scored: Scored, variant: str) -> None:
+    """Each output breaks at its token, by which the grammar has come so far; it is the same to the end."""
+    for at, length in enumerate(LENGTHS):
+        options = {**VARIANTS[variant], "max_tokens": 20, "guided_regex": "(ab|cd|x[0-9]){3}-[a-z]{2}", "logprobs": 0}
+        prompt = random_prompt(length, 850 + at)
+        scored.calm()
+        whole = await scored.asker.generate(prompt, **options)
+        assert re.fullmatch("(ab|cd|x[0-9]){3}-[a-z]{2}", whole.text) and whole.finish_reason == "stop", whole
+        scored.arm()
+        broken = await scored.asker.generate(prompt, stream=True, **options)
+        assert scored.broke(str(at)) and broken.attempts == 2, (at, broken)
+        assert (broken.ids, broken.text, broken.finish_reason) == (whole.ids, whole.text, "stop")
+        assert [r["token_id"] for r in broken.logprobs] == broken.ids
 
 
 async def test_a_preempted_output_goes_on(scored: Scored) -> None:

@@ -8,12 +8,15 @@ A call's arguments follow the schema of its function. What a grammar allows, the
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import orjson
 
 from engine_core.types.sampling import Grammar, GrammarKind
+from services.router.grammar import json_in_lark
 from services.router.parsers import deepseek_v3, harmony, hermes, mistral
 from services.router.parsers.choice import GPT_OSS, OutputFormat
 
@@ -21,6 +24,8 @@ _ANYTHING: Mapping[str, Any] = {"type": "object"}
 _NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _BARE = {"json": "arguments", "llama3_json": "parameters"}
 """Formats without marks, with what they call the arguments."""
+_UNSAFE = re.compile(r"\\.|[/\n]", re.DOTALL)
+"""What ends a pattern in Lark, and what may stand before it."""
 _Marks = tuple[str, ...]
 
 
@@ -42,8 +47,7 @@ def forced_calls(
 ) -> Grammar:
     """At least one call; with `several` more may follow, where the format has that. `inside` as OutputFormat.inside."""
     lark = _Lark(written)
-    calls = lark.calls([(f.name, f.schema) for f in functions], several=several)
-    return lark.grammar(f"{lark.thoughts(inside)} {calls}")
+    return lark.grammar(f"{lark.thoughts(inside)} {lark.calls(functions, several=several)}")
 
 
 def free_calls(
@@ -57,7 +61,7 @@ def free_calls(
     """Text, or calls: arguments of strict functions follow their schemas, those of others are any object. Text is free
     unless `answer` says what it has to be."""
     lark = _Lark(written)
-    tools = [(f.name, f.schema if f.strict else _ANYTHING) for f in functions]
+    tools = [f if f.strict else Function(f.name, _ANYTHING) for f in functions]
     if answer is not None:
         lark.calls_are_json = answer.kind is GrammarKind.JSON_SCHEMA
         return lark.grammar(f"{lark.thoughts(inside)} ({lark.answer(answer)} | {lark.calls(tools, several=several)})")
@@ -93,9 +97,10 @@ class _Lark:
         """The answer has to be this."""
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
-                body = f"%json {grammar.text}"
+                schema = orjson.loads(grammar.text)
+                body = json_in_lark(schema, strict=not schema.get("x-guidance", {}).get("lenient", False))
             case GrammarKind.REGEX:
-                body = "/" + grammar.text.replace("/", r"\/") + "/"
+                body = f"/{_UNSAFE.sub(_safe, grammar.text)}/"
             case GrammarKind.LARK:
                 body = "%lark {\n" + grammar.text + "\n}"
         self.rules.append(f"answer: {body}")
@@ -111,9 +116,9 @@ class _Lark:
         self.rules.append(f"{name}[lazy]: TEXT {self.marks(mark)}")
         return name
 
-    def arguments(self, schema: Mapping[str, Any]) -> str:
+    def arguments(self, schema: Mapping[str, Any], *, strict: bool) -> str:
         name = f"arguments_{len(self.rules)}"
-        self.rules.append(f"{name}: %json {json.dumps(schema, ensure_ascii=False)}")
+        self.rules.append(f"{name}: {json_in_lark(schema, strict=strict)}")
         return name
 
     def thoughts(self, inside: bool | None) -> str:  # noqa: FBT001
@@ -132,12 +137,12 @@ class _Lark:
         opened = self.marks(harmony.CHANNEL, name, harmony.MESSAGE)
         return f"{opened} {self.until(harmony.END)} {self.marks(harmony.START, 'assistant')}"
 
-    def calls(self, tools: Sequence[tuple[str, Mapping[str, Any]]], *, several: bool) -> str:
+    def calls(self, tools: Sequence[Function], *, several: bool) -> str:
         """One call or more."""
         opening = self._form()[0]
         return f"{self.marks(opening) if opening else ''} {self._behind_opening(tools, several=several)}"
 
-    def free(self, tools: Sequence[tuple[str, Mapping[str, Any]]], *, several: bool) -> str:
+    def free(self, tools: Sequence[Function], *, several: bool) -> str:
         """Text, which calls may follow; what begins a call can't be text."""
         opening, behind = self._form()[0], self._behind_opening(tools, several=several)
         if self._written.tools == GPT_OSS:
@@ -148,9 +153,9 @@ class _Lark:
         self.rules.append(r"ANSWER: /[^{\s](?s:.*)/")
         return f"ANSWER? | {behind}"
 
-    def _behind_opening(self, tools: Sequence[tuple[str, Mapping[str, Any]]], *, several: bool) -> str:
+    def _behind_opening(self, tools: Sequence[Function], *, several: bool) -> str:
         _, behind, separator, tail = self._form()
-        self.rules.append(f"call: {' | '.join(self._call(name, schema) for name, schema in tools)}")
+        self.rules.append(f"call: {' | '.join(map(self._call, tools))}")
         more = f" ({self.marks(*separator)} call)*" if several and separator else ""
         return f"{self.marks(*behind)} call{more} {self.marks(*tail)}"
 
@@ -172,10 +177,12 @@ class _Lark:
                 return "", (), (), ()
         return "", (), ("\n",), ()
 
-    def _call(self, name: str, schema: Mapping[str, Any]) -> str:
+    def _call(self, function: Function) -> str:
+        name = function.name
         if self.calls_are_json and self._written.tools in _BARE:
-            return self.arguments(_call_schema(name, _BARE[self._written.tools], schema))
-        arguments = self.arguments(schema)
+            whole = _call_schema(name, _BARE[self._written.tools], function.schema)
+            return self.arguments(whole, strict=function.strict)
+        arguments = self.arguments(function.schema, strict=function.strict)
         match self._written.tools:
             case "hermes":
                 written = f'{{"name": "{name}", "arguments": '
@@ -193,6 +200,10 @@ class _Lark:
                 return f"{to} {self.marks(harmony.MESSAGE)} {arguments}"
         written = f'{{"name": "{name}", "{_BARE.get(self._written.tools, "arguments")}": '
         return f'{self.marks(written)} {arguments} "}}"'
+
+
+def _safe(match: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n"}.get(match.group(), match.group())
 
 
 def _call_schema(name: str, key: str, schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from engine_core.grammar.compiler import ITEM_SEPARATOR, KEY_SEPARATOR
 from engine_core.types.sampling import Grammar, GrammarKind
 from services.router.parsers.base import Content, Part, Reasoning
 from services.router.parsers.choice import OutputFormat, choose_format
@@ -213,7 +214,8 @@ def test_thoughts_stand_before_forced_calls(
     ("grammar", "good", "bad"),
     [
         (Grammar(GrammarKind.JSON_SCHEMA, '{"type": "integer"}'), "12", "x"),
-        (Grammar(GrammarKind.REGEX, "a/b+"), "a/bb", "a/"),
+        (Grammar(GrammarKind.REGEX, r"a/b+\/\\"), "a/bb/\\", "a/"),
+        (Grammar(GrammarKind.REGEX, "a\nb"), "a\nb", "ab"),
         (Grammar(GrammarKind.LARK, 'start: WORD\nWORD: "yes" | "no"'), "no", "maybe"),
     ],
 )
@@ -263,6 +265,11 @@ def _vocabulary(special: tuple[str, ...]) -> llguidance.LLTokenizer:
     return llguidance.LLTokenizer(backend.to_str(), eos_token=backend.token_to_id(EOS))
 
 
+def _error(grammar: Grammar) -> str:
+    found: str = llguidance.LLMatcher(_vocabulary(()), grammar.text, log_level=0).get_error()
+    return found
+
+
 def _allows(special: Sequence[str], grammar: Grammar, text: str) -> bool:
     """Whether `text` is a whole output by the grammar."""
     assert grammar.kind is GrammarKind.LARK
@@ -271,3 +278,28 @@ def _allows(special: Sequence[str], grammar: Grammar, text: str) -> bool:
     assert not matcher.get_error(), (matcher.get_error(), grammar.text)
     ids = _backend(tuple(special)).encode(text, add_special_tokens=False).ids
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@by_form
+def test_white_space_is_bounded(form: Form) -> None:
+    grammar = forced_calls(_format(form), [CITY], several=False)
+    assert _allows(form.special, grammar, form.one % '{"city":"Oslo","days": 2}')
+    assert not _allows(form.special, grammar, form.one % '{"city":  "Oslo"}')
+    assert not _allows(form.special, grammar, form.one % '{\n"city": "Oslo"}')
+    schema = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
+    free = free_calls(_format(form), [CITY], several=False, answer=schema)
+    assert not _allows(form.special, free, '{ "x": 1}')
+
+
+def test_the_options_are_those_of_other_schemas() -> None:
+    grammar = after_thoughts(OutputFormat("json", "deepseek_r1"), Grammar(GrammarKind.JSON_SCHEMA, "{}"), inside=True)
+    for separator in (ITEM_SEPARATOR, KEY_SEPARATOR):
+        assert json.dumps(separator) in grammar.text
+
+
+def test_keywords_that_are_not_known_are_left_out_unless_strict() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "colour": "red", "minProperties": 1}}}
+    odd = Function("f", {**schema, "unevaluatedProperties": False})
+    assert _error(forced_calls(OutputFormat("json"), [odd], several=False)) == ""
+    strict = msgspec.structs.replace(odd, strict=True)
+    assert "unevaluatedProperties" in _error(forced_calls(OutputFormat("json"), [strict], several=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -118,7 +119,12 @@ async def _whole(front: Front, submission: Submission, reply: ReplyWriter) -> di
 
         return sink
 
-    return reply.complete(await _run(front, submission, sink_of))
+    results = await _run(front, submission, sink_of)
+    options = submission.options
+    if options.logprobs is None and options.prompt_logprobs is None:
+        return reply.complete(results)
+    # A thousand positions with twenty tokens each take tens of milliseconds to write: others go on meanwhile.
+    return await asyncio.to_thread(reply.complete, results)
 
 
 async def _run(front: Front, submission: Submission, sink_of: SinkOf) -> list[SampleResult]:

@@ -30,6 +30,8 @@ class TokenNames:
 
     def __init__(self, tokens: TokenBytes, *, as_ids: bool) -> None:
         self._bytes, self._as_ids = tokens, as_ids
+        self._chat: dict[int, tuple[str, list[int]]] = {}
+        """What was asked for once: the same tokens come up again and again."""
 
     def completion(self, token_id: int) -> str:
         """In completions."""
@@ -41,9 +43,12 @@ class TokenNames:
 
     def chat(self, token_id: int, logprob: float) -> dict[str, Any]:
         """In chat completions."""
-        data = self._bytes.of(token_id)
-        token = f"token_id:{token_id}" if self._as_ids else chat_spelling(data)
-        return {"token": token, "logprob": finite(logprob), "bytes": list(data)}
+        known = self._chat.get(token_id)
+        if known is None:
+            data = self._bytes.of(token_id)
+            token = f"token_id:{token_id}" if self._as_ids else chat_spelling(data)
+            known = self._chat[token_id] = (token, list(data))
+        return {"token": known[0], "logprob": finite(logprob), "bytes": known[1]}
 
     def is_special(self, token_id: int) -> bool:
         """True for tokens that are no text of their own."""

@@ -20,8 +20,8 @@ from services.router.journey import Delta, SampleResult
 from services.router.openai_stream import CompletionReply, ReplySpec
 from services.router.parsers.base import OutputParser
 from services.router.parsers.choice import OutputFormat
-from services.router.reply_schema import ChatCompletion as ChatBody
-from services.router.reply_schema import Completion as CompletionBody
+from services.router.reply_models import ChatCompletion as ChatBody
+from services.router.reply_models import Completion as CompletionBody
 from services.router.tokenizer import RouterTokenizer
 from tests.support.models import tiny_model
 

@@ -16,7 +16,7 @@ LOWEST = -9999.0
 """What stands for the logarithm of nothing: JSON has no infinity, and OpenAI's replies say this."""
 
 POSITIONS_PER_MESSAGE = 128
-"""Positions that one message carries at most: some 50 KB with 20 best tokens each, read in a millisecond or two."""
+"""Positions that one message carries at most: some 30 KB with 20 best tokens each, and two milliseconds to read."""
 
 _ROUNDING = 1e-3
 """How far above 0 a logarithm may be by rounding."""

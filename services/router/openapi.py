@@ -103,6 +103,8 @@ def _models(vocab_size: int) -> dict[str, Any]:
             _limit_ids(models[model]["properties"][field], vocab_size)
         if len(fields) > 1:
             models[model]["anyOf"] = [{"required": [field]} for field in (*fields, "sampling_params")]
+    for model in ("CompletionRequest", "GenerateRequest"):  # some load generators send the chat API's
+        models[model]["properties"]["logprobs"]["anyOf"].append({"type": "boolean"})
     models["TokenizeRequest"]["anyOf"] = [{"required": ["prompt"]}, {"required": ["messages"]}]
     return models
 

@@ -32,7 +32,7 @@ from services.router.chat_schema import Chat
 from services.router.fields import Prompt
 from services.router.forced import grammar_of, named_grammars
 from services.router.grammar_check import GrammarCheck
-from services.router.http import as_pdmesh_error, error_status
+from services.router.http import RequestTimeoutError, as_pdmesh_error, error_status
 from services.router.journey import Delta, Journey, SampleResult, SampleSpec, Sink, derive_seed
 from services.router.mesh import Mesh
 from services.router.metrics import RouterMetrics, WorkerFigures
@@ -384,4 +384,6 @@ def _end_of(failure: BaseException | None, *, started: bool) -> str:
     if isinstance(exc, UnavailableError):
         return "unavailable"
     status = error_status(exc)
-    return "timeout" if status == 504 else "invalid" if status < 500 else "error"
+    if status == 504 or isinstance(exc, RequestTimeoutError):
+        return "timeout"
+    return "invalid" if status < 500 else "error"

@@ -28,9 +28,7 @@ _MAX_KEPT = 1024
 _MAX_KEPT_BYTES = 16 * 1024 * 1024
 _SECONDS = 60.0
 """From the request to the verdict, a child's start included; on an idle machine it takes CPU_SECONDS at most."""
-_TOO_LONG = f"compiling it takes more than {CPU_SECONDS} s"
 _DEATHS = {
-    signal.SIGXCPU: _TOO_LONG,
     signal.SIGSEGV: "it is too deep to be compiled",
     signal.SIGBUS: "it is too deep to be compiled",
     signal.SIGABRT: "it takes too much memory to be compiled",
@@ -40,9 +38,9 @@ _DEATHS = {
 class GrammarCheck:
     """One per router."""
 
-    def __init__(self, directory: str) -> None:
-        """`directory` is the model's."""
-        self._directory = directory
+    def __init__(self, directory: str, cpu_seconds: int = CPU_SECONDS) -> None:
+        """`directory` is the model's; a grammar may take `cpu_seconds` of a core, and up to one more."""
+        self._directory, self._cpu_seconds = directory, cpu_seconds
         self._slots = asyncio.Semaphore(_CHILDREN)
         self._idle: list[asyncio.subprocess.Process] = []
         self._all: set[asyncio.subprocess.Process] = set()
@@ -96,7 +94,7 @@ class GrammarCheck:
             except ConnectionError:
                 log.debug("the grammar child went away while it was asked")
             if not line:
-                return _verdict_of_death(await child.wait())
+                return self._verdict_of_death(await child.wait())
             done = True
             return msgspec.json.decode(line, type=Verdict)
         finally:
@@ -106,7 +104,7 @@ class GrammarCheck:
                 await self._end(child)
 
     async def _start(self) -> asyncio.subprocess.Process:
-        command = (sys.executable, "-m", "services.router.grammar_child", self._directory)
+        command = (sys.executable, "-m", "services.router.grammar_child", self._directory, str(self._cpu_seconds))
         pipe = asyncio.subprocess.PIPE
         child = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
         self._all.add(child)
@@ -125,10 +123,11 @@ class GrammarCheck:
             oldest, _ = self._known.popitem(last=False)
             self._known_bytes -= len(oldest.text)
 
-
-def _verdict_of_death(code: int) -> Verdict:
-    why = _DEATHS.get(signal.Signals(-code)) if code < 0 and -code in set(signal.Signals) else None
-    if why is None:
-        log.error("the child that compiles grammars ended with code %d", code)
-        raise UnavailableError("the process that compiles grammars has ended; try again")
-    return Verdict(why)
+    def _verdict_of_death(self, code: int) -> Verdict:
+        if code == -signal.SIGXCPU:
+            return Verdict(f"compiling it takes more than {self._cpu_seconds} s")
+        why = next((why for died_of, why in _DEATHS.items() if code == -died_of), None)
+        if why is None:
+            log.error("the child that compiles grammars ended with code %d", code)
+            raise UnavailableError("the process that compiles grammars has ended; try again")
+        return Verdict(why)

@@ -1,7 +1,7 @@
-"""Compiles grammars in a process of its own, which may be killed: `python -m services.router.grammar_child MODEL_DIR`.
+"""Compiles grammars in a process of its own, which may be killed: `python -m services.router.grammar_child DIR SECONDS`.
 
-One JSON line in, {"kind", "text"}; one JSON line out, {"error"}: null, or why the grammar is refused. Compiling has
-CPU_SECONDS of this process's time, MEMORY_BYTES of address space, and no say in the router's life: patterns that
+DIR is the model's. One JSON line in, {"kind", "text"}; one JSON line out, {"error"}: null, or why the grammar is refused. Compiling has
+SECONDS of this process's time, MEMORY_BYTES of address space, and no say in the router's life: patterns that
 intersect can take longer than anybody waits.
 """
 
@@ -36,12 +36,12 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     threading.stack_size(STACK_BYTES)
-    worker = threading.Thread(target=_answer, args=(sys.argv[1],), name="grammars")
+    worker = threading.Thread(target=_answer, args=(sys.argv[1], int(sys.argv[2])), name="grammars")
     worker.start()
     worker.join()
 
 
-def _answer(directory: str) -> None:
+def _answer(directory: str, cpu_seconds: int) -> None:
     reader = msgspec.json.Decoder(Grammar)
     try:
         vocabulary, refusal = load_vocabulary(directory, _eos_token_ids(Path(directory))), None
@@ -50,7 +50,7 @@ def _answer(directory: str) -> None:
     for line in sys.stdin.buffer:
         verdict = Verdict(refusal)
         if vocabulary is not None:
-            _allow(CPU_SECONDS)
+            _allow(cpu_seconds)
             try:
                 try_out(vocabulary, compile_grammar(vocabulary, reader.decode(line)))
             except InvalidRequestError as exc:

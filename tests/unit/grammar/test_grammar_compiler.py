@@ -1,0 +1,143 @@
+"""What compiles, what is refused and in which words, and where JSON may hold whitespace."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import llguidance
+import pytest
+
+from engine_core.grammar.compiler import compile_grammar, load_vocabulary, tokens_of, try_out
+from engine_core.types.errors import InvalidRequestError
+from engine_core.types.sampling import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
+from tests.support.models import tiny_model
+
+END_OF_TEXT, IM_START, IM_END = 0, 1, 2
+OBJECT = '{"type":"object","properties":{"a":{"type":"array","items":{"type":"integer"}}},"required":["a"]}'
+
+
+@functools.cache
+def vocabulary() -> llguidance.LLTokenizer:
+    return load_vocabulary(tiny_model(), (END_OF_TEXT, IM_END))
+
+
+def matches(grammar: Grammar, text: str) -> bool:
+    """Whether the text is a whole output."""
+    matcher = compile_grammar(vocabulary(), grammar)
+    ids = vocabulary().tokenize_str(text)
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        (Grammar(GrammarKind.JSON_SCHEMA, OBJECT), '{"a":[1,2]}', '{"a":["1"]}'),
+        (Grammar(GrammarKind.REGEX, "[a-c]+/é?"), "abc/é", "abd/"),
+        (Grammar(GrammarKind.LARK, 'start: WORD ("," WORD)*\nWORD: "yes" | "no"'), "yes,no", "yes,"),
+    ],
+)
+def test_each_kind_takes_what_matches_it_as_a_whole(grammar: Grammar, good: str, bad: str) -> None:
+    assert matches(grammar, good)
+    assert not matches(grammar, bad)
+    assert not matches(grammar, good + "}")
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [
+        ('{"a": [1, 2]}', True),
+        ('{"a":[1,2]}', True),
+        ('{"a":  [1]}', False),
+        ('{ "a":[1]}', False),
+        ('{"a":[1 ,2]}', False),
+        ('{\n"a":[1]}', False),
+        ('{"a":[1]} ', False),
+    ],
+)
+def test_one_space_behind_a_separator_is_all_whitespace(text: str, *, allowed: bool) -> None:
+    assert matches(Grammar(GrammarKind.JSON_SCHEMA, OBJECT), text) == allowed
+
+
+def test_every_token_that_ends_an_output_is_allowed_at_the_end_and_competes_before() -> None:
+    matcher = compile_grammar(vocabulary(), Grammar(GrammarKind.REGEX, "ab?"))
+    ends = {END_OF_TEXT, IM_END}
+    a, b = (vocabulary().tokenize_str(c)[0] for c in "ab")
+    assert set(tokens_of(matcher.compute_bitmask())) == {a}
+    matcher.consume_token(a)
+    assert set(tokens_of(matcher.compute_bitmask())) == {b, *ends}
+    matcher.consume_token(b)
+    assert set(tokens_of(matcher.compute_bitmask())) == ends
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"type":"strin"}'), "Invalid type: strin"),
+        (
+            Grammar(GrammarKind.JSON_SCHEMA, '{"type":"array","uniqueItems":true}'),
+            'Unimplemented keys: ["uniqueItems"]',
+        ),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"type":'), "EOF while parsing"),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"minimum":5,"maximum":2,"type":"integer"}'), "Unsatisfiable schema"),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"$ref":"http://localhost/x"}'), "not present in a registry"),
+        (Grammar(GrammarKind.REGEX, "(a"), "unclosed group"),
+        (Grammar(GrammarKind.REGEX, "(?=a)a"), "look-around"),
+        (Grammar(GrammarKind.LARK, "start: nowhere"), 'unknown name: "nowhere"'),
+        (Grammar(GrammarKind.LARK, "start: <nowhere>"), "unknown special token"),
+        (Grammar(GrammarKind.REGEX, "a" * (MAX_GRAMMAR_BYTES + 1)), f"at most {MAX_GRAMMAR_BYTES} are allowed"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_with_the_reason(grammar: Grammar, reason: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        compile_grammar(vocabulary(), grammar)
+    assert reason in refused.value.message
+    assert refused.value.field == "grammar"
+    assert "\n" not in refused.value.message and len(refused.value.message) < 450
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"$ref":"#"}', "nothing matches the grammar"),
+        (
+            json.dumps({"type": "object", "properties": {f"p{i}": {} for i in range(1200)}}),
+            "Current row has",
+        ),
+    ],
+)
+def test_what_can_be_compiled_but_not_followed_shows_at_the_first_tokens(text: str, reason: str) -> None:
+    matcher = compile_grammar(vocabulary(), Grammar(GrammarKind.JSON_SCHEMA, text))
+    with pytest.raises(InvalidRequestError, match=reason):
+        try_out(vocabulary(), matcher)
+
+
+def test_trying_out_leaves_the_matcher_where_it_was() -> None:
+    matcher = compile_grammar(vocabulary(), Grammar(GrammarKind.REGEX, "[ab]{30}"))
+    before = matcher.compute_bitmask()
+    try_out(vocabulary(), matcher)
+    assert matcher.compute_bitmask() == before
+
+
+def test_special_tokens_stand_in_grammars_by_name() -> None:
+    matcher = compile_grammar(vocabulary(), Grammar(GrammarKind.LARK, 'start: <|im_start|> "a"'))
+    assert list(tokens_of(matcher.compute_bitmask())) == [IM_START]
+
+
+def test_a_model_with_more_logits_than_tokens_has_masks_for_all() -> None:
+    wide = load_vocabulary(tiny_model(), (IM_END,), 400)
+    assert wide.vocab_size == 400
+    allowed = tokens_of(compile_grammar(wide, Grammar(GrammarKind.REGEX, "(?s:.*)")).compute_bitmask())
+    assert allowed.max() < 325 and IM_END in allowed
+
+
+@pytest.mark.parametrize(("content", "reason"), [(None, "has no tokenizer.json"), ('{"model":{}}', "can't be used")])
+def test_a_model_whose_tokenizer_cannot_be_read_refuses_grammars_by_name(
+    tmp_path: Path, content: str | None, reason: str
+) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(InvalidRequestError, match=reason) as refused:
+        load_vocabulary(tmp_path, (IM_END,))
+    assert refused.value.field == "grammar"

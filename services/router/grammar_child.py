@@ -1,8 +1,10 @@
-"""Compiles grammars in a process of its own, which may be killed: `python -m services.router.grammar_child DIR SECONDS`.
+"""Compiles grammars in a process of its own, which may be killed.
 
-DIR is the model's. One JSON line in, {"kind", "text"}; one JSON line out, {"error"}: null, or why the grammar is refused. Compiling has
-SECONDS of this process's time, MEMORY_BYTES of address space, and no say in the router's life: patterns that
-intersect can take longer than anybody waits.
+    python -m services.router.grammar_child DIR SECONDS
+
+DIR is the model's. One JSON line in, {"kind", "text"}; one JSON line out, {"error"}: null, or why the grammar is
+refused. Compiling has SECONDS of this process's time, MEMORY_BYTES of address space, and no say in the router's
+life: patterns that intersect can take longer than anybody waits.
 """
 
 from __future__ import annotations

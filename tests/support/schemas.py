@@ -36,9 +36,14 @@ _EXPRESSION = {
 }
 
 
-def _object(required: bool = True, **properties: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": False}
-    return {**found, "required": list(properties)} if required else found
+def _object(**properties: Any) -> dict[str, Any]:
+    """An object of just these properties, all of them required."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
 
 
 _WORD = {"type": "string", "pattern": "^[a-z]{1,8}$"}
@@ -88,7 +93,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     },
     "empty object": {"type": "object", "properties": {}, "additionalProperties": False},
     "object": _object(name=_WORD, age={"type": "integer", "minimum": 0, "maximum": 150}),
-    "all optional": _object(required=False, a={"type": "boolean"}, b={"type": "null"}, c=_WORD),
+    "all optional": {**_object(a={"type": "boolean"}, b={"type": "null"}, c=_WORD), "required": []},
     "some optional": {**_object(a={"type": "boolean"}, b=_WORD, c={"enum": [0]}), "required": ["b"]},
     "map of one kind": {
         "type": "object",

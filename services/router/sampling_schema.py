@@ -97,12 +97,10 @@ class StructuredOutputs(Strict):
     structural_tag: dict[str, Any] | str | None = None
 
 
-class SamplingRequest(Strict):
-    """Fields that all ways of asking share."""
+class DrawingRequest(Strict):
+    """Fields of every way of asking, in any API: how tokens are drawn, and whom the request is from."""
 
     model: str | None = None
-    n: int | None = Field(None, ge=1, le=MAX_N)
-    max_tokens: int | None = Field(None, ge=0, le=MAX_INT)
     min_tokens: int | None = Field(None, ge=0, le=MAX_INT)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
@@ -113,11 +111,26 @@ class SamplingRequest(Strict):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=10)
     logit_bias: LogitBias = ()
-    stop: StopStrings = ()
     stop_token_ids: StopIds = ()
     include_stop_str_in_output: bool | None = False
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
+    stream: bool | None = False
+    cache_salt: str | None = Field(None, max_length=256)
+    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT)
+    user: str | None = None
+    priority: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+
+
+class SamplingRequest(DrawingRequest):
+    """Fields that OpenAI's and pdmesh's own ways of asking for text share."""
+
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    max_tokens: int | None = Field(None, ge=0, le=MAX_INT)
+    stop: StopStrings = ()
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_tokens_as_token_ids: bool | None = False
     return_token_ids: bool | None = False
@@ -127,16 +140,8 @@ class SamplingRequest(Strict):
     guided_choice: list[str] | None = Field(None, min_length=1)
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
-    stream: bool | None = False
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
-    cache_salt: str | None = Field(None, max_length=256)
-    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT)
-    user: str | None = None
-    priority: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
 
     def token_limit(self) -> int | None:
         """The client's limit of output tokens, if there is one."""

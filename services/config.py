@@ -168,6 +168,7 @@ class RouterConfig(CommonConfig):
     strict_max_tokens: bool = Field(
         False, description="Refuse a max_tokens that does not fit behind its prompt, rather than cut it to what does"
     )
+    chat_template: str = Field("", description="Chat template: a file, or a name such as chatml; else the model's own")
     trust_request_chat_template: bool = Field(
         False, description="Render chat templates that requests bring; only for clients that you trust"
     )

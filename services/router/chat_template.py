@@ -1,109 +1,52 @@
-"""Renders chat templates as transformers does, without importing it (that would import torch).
+"""Renders chats as transformers does, without importing it (that would import torch); where a template refuses, finds
+the message that it refuses.
 
-The environment is the same: jinja's immutable sandbox with trimmed blocks, loop controls, the `generation`
-tag, and the helpers raise_exception, strftime_now, tojson, dict and namespace.
+What a template may do, and for how long, template_sandbox.py says.
 """
 
 from __future__ import annotations
 
-import datetime
 import hashlib
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.utils
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+import msgspec
 
 from engine_core.types.errors import InvalidRequestError
 from services.router.plain_tools import in_words
+from services.router.template_sandbox import Budget, BudgetError, Environment, render, to_json
+
+RENDER_SECONDS = 5.0
+"""For one chat; more than any template needs."""
 
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
-class _GenerationTag(jinja2.ext.Extension):
-    """Accepts {% generation %}…{% endgeneration %}, which marks text for training, as plain text."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja's own convention)
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_as_text"), [], [], body).set_lineno(line)
-
-    def _as_text(self, caller: Callable[[], str]) -> str:
-        return caller()
+_REFUSALS = (jinja2.exceptions.TemplateError, TypeError, ValueError, ArithmeticError, LookupError)
+"""What a template raises that does not fit a chat."""
 
 
-class _TemplateDict:
-    """`dict` for templates: a constructor, not the class with all that hangs on it."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
+class TemplateTimeError(InvalidRequestError):
+    """The chat template took too long."""
 
 
-class _TemplateNamespace(jinja2.utils.Namespace):
-    """A namespace that keeps no underscore-prefixed attribute."""
+class _Extra(msgspec.Struct, frozen=True):
+    """What a template gets beside the messages."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, rest = args[0], args[1:]
-        attrs = dict(*rest, **kwargs)
-        for name in attrs:
-            _refuse_private(name)
-        jinja2.utils.Namespace.__init__(self, attrs)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_private(name)
-        super().__setitem__(name, value)
-
-
-def _refuse_private(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a template may not store {name!r} on a namespace")
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.exceptions.TemplateError(message)
-
-
-def _strftime_now(fmt: str) -> str:
-    return datetime.datetime.now().strftime(fmt)
-
-
-def _tojson(  # templates pass these by position too, as transformers lets them
-    value: Any,
-    ensure_ascii: bool = False,  # noqa: FBT001, FBT002
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,  # noqa: FBT001, FBT002
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    add_generation_prompt: bool
+    kwargs: dict[str, Any]
+    tools: tuple[Mapping[str, Any], ...]
+    documents: tuple[Mapping[str, Any], ...]
 
 
 class ChatTemplate:
     """One compiled template with the tokenizer's special tokens as variables."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        env = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-        )
-        env.filters["tojson"] = _tojson
-        env.globals.update(
-            raise_exception=_raise_exception,
-            strftime_now=_strftime_now,
-            dict=_TemplateDict(),
-            namespace=_TemplateNamespace,
-        )
-        self._template = env.from_string(source)
+        self._template = Environment().from_string(source)
         self._special_tokens = dict(special_tokens)
         self.source = source
         self._knows_developer = "developer" in source
@@ -119,38 +62,78 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         documents: Sequence[Mapping[str, Any]] = (),
         continue_final_message: bool = False,
+        seconds: float = RENDER_SECONDS,
     ) -> str:
         """Returns the chat as text; with `continue_final_message` it ends with the last message's text. Keys with None
         are dropped, as transformers does.
 
-        The role developer becomes system where the template does not know it. Raises
-        InvalidRequestError (field messages) when the template refuses the chat.
+        The role developer becomes system where the template does not know it. Raises InvalidRequestError when the
+        template refuses the chat: its field is messages[i] where message i is what it refuses, else messages.
+        TemplateTimeError when it takes longer than `seconds`.
         """
-        chat = [self._message(message) for message in messages]
-        if not self._knows_tools:
-            chat, tools = in_words(chat, tools), ()
-        last = str(chat[-1].get("content", "")) if continue_final_message else ""
-        if continue_final_message:
-            chat[-1]["content"] = last + _END_MARK
-        variables = {**self._special_tokens, **(template_kwargs or {})}
-        variables.update(messages=chat, tools=list(tools) or None, documents=list(documents) or None)
-        variables["add_generation_prompt"] = add_generation_prompt
+        budget = Budget(seconds)
+        extra = _Extra(add_generation_prompt, dict(template_kwargs or {}), tuple(tools), tuple(documents))
         try:
-            text = self._rendered(variables)
-        except (jinja2.exceptions.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as exc:
-            raise InvalidRequestError(f"the chat template refuses these messages: {exc}", field="messages") from exc
+            return self._once(messages, extra, budget, goes_on=continue_final_message)
+        except BudgetError as exc:
+            kind = TemplateTimeError if exc.time else InvalidRequestError
+            raise kind(f"these messages are too much for the chat template: {exc}", field="messages") from exc
+        except _REFUSALS as exc:
+            at = self._blamed(messages, extra, budget, str(exc))
+            field = "messages" if at is None else f"messages[{at}]"
+            what = "these messages" if at is None else field
+            raise InvalidRequestError(f"the chat template refuses {what}: {exc}", field=field) from exc
         except (RecursionError, MemoryError) as exc:
             raise InvalidRequestError("these messages are too much for the chat template", field="messages") from exc
-        return _cut_behind(text, last) if continue_final_message else text
 
-    def _rendered(self, variables: dict[str, Any]) -> str:
+    def _once(
+        self, messages: Sequence[Mapping[str, Any]], extra: _Extra, budget: Budget, *, goes_on: bool = False
+    ) -> str:
+        chat, tools = [self._message(message) for message in messages], extra.tools
+        if not self._knows_tools:
+            chat, tools = in_words(chat, tools), ()
+        last = str(chat[-1].get("content", "")) if goes_on else ""
+        if goes_on:
+            chat[-1]["content"] = last + _END_MARK
+        variables = {**self._special_tokens, **extra.kwargs}
+        variables.update(messages=chat, tools=list(tools) or None, documents=list(extra.documents) or None)
+        variables["add_generation_prompt"] = extra.add_generation_prompt
+        text = self._rendered(variables, budget)
+        return _cut_behind(text, last) if goes_on else text
+
+    def _blamed(self, messages: Sequence[Mapping[str, Any]], extra: _Extra, budget: Budget, said: str) -> int | None:
+        """The message without which, and those after it, the template would not have said this. None when it says so
+        whatever the messages, or there is no time left to find out."""
+
+        def refused(count: int) -> bool:
+            try:
+                self._once(messages[:count], extra, budget)
+            except BudgetError:
+                raise
+            except _REFUSALS as exc:
+                return str(exc) == said
+            return False
+
+        low, high = 0, len(messages)  # those refused begin somewhere in (low, high]
+        try:
+            if refused(0):
+                return None
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if refused(middle) else (middle, high)
+            return high - 1
+        except (BudgetError, RecursionError, MemoryError):
+            return None
+
+    def _rendered(self, variables: dict[str, Any], budget: Budget) -> str:
         """Templates that dump arguments need objects, those that append them (DeepSeek's) need text."""
         try:
-            return self._template.render(variables)
+            return render(self._template, variables, budget)
         except TypeError:
             if not any(message.get("tool_calls") for message in variables["messages"]):
                 raise
-            return self._template.render({**variables, "messages": list(map(_with_text, variables["messages"]))})
+            texts = list(map(_with_text, variables["messages"]))
+            return render(self._template, {**variables, "messages": texts}, budget)
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         out = {key: value for key, value in message.items() if value is not None}
@@ -169,7 +152,7 @@ def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if not message.get("tool_calls"):
         return message
     calls = [
-        {**call, "function": {**call["function"], "arguments": _tojson(call["function"].get("arguments"))}}
+        {**call, "function": {**call["function"], "arguments": to_json(call["function"].get("arguments"))}}
         for call in message["tool_calls"]
     ]
     return {**message, "tool_calls": calls}

@@ -1,14 +1,18 @@
 """Token ids to text, as they come: never half a character, and in sum what decoding all at once gives.
 
-Two kinds. A byte-level vocabulary (llama 3, qwen, SmolLM) maps each token to bytes, so an incremental
-UTF-8 decoder does it exactly and in well under a microsecond per token. Any other decoder may look at
-its neighbours (byte fallback, stripped spaces), so a window of the last tokens is decoded twice.
+Three kinds, by what the tokenizer's decoder does (token_bytes.py). Where each token stands for bytes (byte-level: llama
+3, qwen, SmolLM; byte fallback: llama 2, mistral, gemma) an incremental UTF-8 decoder holds back what begins a character
+and no more, in well under a microsecond per token. Where each token stands for text nothing is held back. Any other
+decoder may look at its neighbours, so there a window of the last tokens is decoded twice.
+
+Bytes that are no UTF-8 become U+FFFD each for itself, whatever is around them. (transformers gives up all bytes of a
+row of byte-fallback tokens for one that is wrong, also those that were whole characters and were shown long since.)
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 _REPLACEMENT = "\ufffd"
@@ -27,21 +31,75 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
-    """For vocabularies whose tokens are bytes."""
+    """For vocabularies whose tokens are bytes. Leaves out up to `strip` spaces at the very beginning."""
 
-    __slots__ = ("_bytes_of", "_decoder")
+    __slots__ = ("_bytes_of", "_decoder", "_strip")
 
-    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
-        self._bytes_of = bytes_of
+    def __init__(self, bytes_of: Callable[[int], bytes], strip: int = 0) -> None:
+        self._bytes_of, self._strip = bytes_of, strip
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token_ids: Sequence[int]) -> str:
         """See Detokenizer."""
-        return self._decoder.decode(b"".join(map(self._bytes_of, token_ids)))
+        text = self._decoder.decode(b"".join(map(self._bytes_of, token_ids)))
+        return self._begin(text) if self._strip and text else text
 
     def flush(self) -> str:
         """See Detokenizer."""
         return self._decoder.decode(b"", True)
+
+    def _begin(self, text: str) -> str:
+        while self._strip and text.startswith(" "):
+            text, self._strip = text[1:], self._strip - 1
+        if text:
+            self._strip = 0
+        return text
+
+
+class Pieces:
+    """What each token stands for as text: at the beginning of an output, and after others."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._first: dict[int, str] = {}
+        self._later: dict[int, str] = {}
+
+    def first(self, token_id: int) -> str:
+        """At the beginning."""
+        known = self._first.get(token_id)
+        if known is None:
+            known = self._first[token_id] = self._decode([token_id])
+        return known
+
+    def later(self, token_id: int) -> str:
+        """After others: what it adds to itself."""
+        known = self._later.get(token_id)
+        if known is None:
+            known = self._later[token_id] = self._decode([token_id, token_id])[len(self.first(token_id)) :]
+        return known
+
+
+class PieceDetokenizer:
+    """For vocabularies whose tokens are whole characters: WordPiece, SentencePiece without bytes."""
+
+    __slots__ = ("_begun", "_hidden", "_pieces")
+
+    def __init__(self, pieces: Pieces, hidden: Collection[int]) -> None:
+        self._pieces, self._hidden = pieces, hidden
+        self._begun = False
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """See Detokenizer."""
+        text = ""
+        for token_id in token_ids:
+            if token_id not in self._hidden:
+                text += self._pieces.later(token_id) if self._begun else self._pieces.first(token_id)
+                self._begun = True
+        return text
+
+    def flush(self) -> str:
+        """See Detokenizer."""
+        return ""
 
 
 class WindowDetokenizer:

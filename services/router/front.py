@@ -180,7 +180,7 @@ class Front:
         self._check_length(len(ids), field)
         return tuple(ids)
 
-    def render_chat(self, chat: Chat) -> str:
+    async def render_chat(self, chat: Chat) -> str:
         """The chat as text with all special tokens: encode it without adding any.
 
         Raises InvalidRequestError when the template refuses it, or the client brings a template of its own where
@@ -191,7 +191,7 @@ class Front:
                 "chat_template: this router takes no templates from clients (--trust-request-chat-template)",
                 field="chat_template",
             )
-        return self.tokenizer.render_chat(
+        return await self.tokenizer.render_chat_async(
             chat.messages,
             add_generation_prompt=chat.add_generation_prompt,
             template_kwargs=chat.kwargs,

@@ -66,7 +66,7 @@ async def run(config: RouterConfig, stop: Stop, on_ready: Callable[[dict[str, An
     check_origins(config.cors_origin)
     keys = ApiKeys(config.api_key, Path(config.api_key_file) if config.api_key_file else None)
     security.also(keys)
-    tokenizer = RouterTokenizer.load(config.model)
+    tokenizer = RouterTokenizer.load(config.model, config.chat_template)
     model = ModelInfo.read(config, tokenizer)
     listener, endpoint = _bind(config.host, config.port)
     port: int = listener.getsockname()[1]

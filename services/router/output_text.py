@@ -16,12 +16,13 @@ from services.router.detokenizer import Detokenizer
 class StopMatcher:
     """Looks for any of some strings in text that comes in pieces; linear in the text."""
 
-    __slots__ = ("_buffer", "_fails", "_include", "_states", "_stops", "matched")
+    __slots__ = ("_begins", "_buffer", "_fails", "_include", "_states", "_stops", "matched")
 
     def __init__(self, stops: Collection[str], *, include: bool = False) -> None:
         self._include = include
         self._stops = tuple(stops)
         self._fails = [_failure_links(stop) for stop in self._stops]
+        self._begins = frozenset(stop[0] for stop in self._stops)
         self._states = [0] * len(self._stops)
         self._buffer = ""
         self.matched: str | None = None
@@ -33,6 +34,8 @@ class StopMatcher:
             return ""
         if not self._stops:
             return text
+        if not self._buffer and self._begins.isdisjoint(text):
+            return text  # nothing is held back, and nothing begins
         start = len(self._buffer)
         self._buffer += text
         for at, char in enumerate(text, start + 1):

@@ -46,7 +46,7 @@ def native_routes(front: Front) -> APIRouter:
         special = asked.add_special_tokens
         chat = asked.chat()
         if chat is not None:
-            text = front.render_chat(chat)
+            text = await front.render_chat(chat)
             special = bool(special)
         elif asked.prompt is not None:
             text = asked.prompt

@@ -55,7 +55,7 @@ def openai_routes(front: Front) -> APIRouter:
         arrival = time.monotonic()
         asked = parse_request(ChatRequest, await read_body(request, front.config.max_body_bytes))
         model = front.check_model(asked.model)
-        text = front.render_chat(asked.chat())
+        text = await front.render_chat(asked.chat())
         plan = plan_chat(asked, front.model.format, text)
         options = front.options(asked, None, plan.grammar)
         options = msgspec.structs.replace(options, kept_special_ids=plan.kept_special_ids)

@@ -7,6 +7,7 @@ token is spelled as its vocabulary has it.
 
 from __future__ import annotations
 
+import enum
 import json
 import re
 from collections.abc import Mapping
@@ -17,6 +18,14 @@ import tokenizers
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "\u2581"
 """How SentencePiece writes a space."""
+
+
+class Kind(enum.Enum):
+    """How text comes of tokens."""
+
+    BYTES = "each token stands for bytes, wherever it is"
+    PIECES = "each token stands for text: at the beginning, and after others"
+    OTHER = "only the decoder knows"
 
 
 class TokenBytes:
@@ -30,7 +39,9 @@ class TokenBytes:
         self._added: dict[int, str] = {t["id"]: t["content"] for t in added}
         decoder = spec.get("decoder") or {}
         kinds = set(_kinds(decoder))
-        self.byte_level = decoder.get("type") == "ByteLevel"
+        self.kind, self.strip = _kind_of(decoder)
+        """How text comes of the tokens; spaces at the very beginning that are left out."""
+        self.byte_level = kinds == {"ByteLevel"}
         self._has_bytes = "ByteFallback" in kinds
         self._has_spaces = "Metaspace" in kinds or any(_replaces_space(step) for step in _steps(decoder))
         self._table: dict[int, bytes] = {}
@@ -63,6 +74,23 @@ class TokenBytes:
 def _steps(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     steps = decoder.get("decoders")
     return list(steps) if isinstance(steps, list) else [decoder]
+
+
+def _kind_of(decoder: Mapping[str, Any]) -> tuple[Kind, int]:
+    """BYTES also with the spaces to strip at the beginning of a text, as SentencePiece's models have one."""
+    steps, kinds = _steps(decoder), _kinds(decoder)
+    if kinds == ["ByteLevel"]:
+        return Kind.BYTES, 0
+    if kinds in (["Metaspace"], ["WordPiece"], ["None"]):
+        return Kind.PIECES, 0
+    *fusing, last = kinds if kinds[-1] == "Strip" else [*kinds, ""]
+    if sorted(fusing) not in (["ByteFallback", "Fuse", "Replace"], ["ByteFallback", "Fuse"], ["Fuse", "Replace"]):
+        return Kind.OTHER, 0
+    plain = all(_replaces_space(step) for step in steps if step.get("type") == "Replace") and fusing[-1] == "Fuse"
+    strips = steps[-1] if last else {}
+    if not plain or strips.get("content", " ") != " " or strips.get("stop", 0):
+        return Kind.OTHER, 0
+    return Kind.BYTES, int(strips.get("start", 0))
 
 
 def _kinds(decoder: Mapping[str, Any]) -> list[str]:

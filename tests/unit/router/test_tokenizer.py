@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from engine_core.types.errors import ConfigError, InvalidRequestError
 from services.router.chat_template import ChatTemplate
-from services.router.detokenizer import WindowDetokenizer
+from services.router.detokenizer import ByteDetokenizer
 from services.router.tokenizer import RouterTokenizer
 from tests.support.models import demo_model, tiny_model
 
@@ -172,7 +172,7 @@ def test_pieces_of_byte_fallback_text_sum_up_to_the_whole() -> None:
     tokenizer = RouterTokenizer(_byte_fallback(), None)
     ids = [1, 2, 3, *(4 + b for b in "🦜é".encode()), 2]
     detokenizer = tokenizer.detokenizer()
-    assert isinstance(detokenizer, WindowDetokenizer)
+    assert isinstance(detokenizer, ByteDetokenizer)
     pieces = [detokenizer.add([i]) for i in ids]
     assert pieces[:3] == ["the", " bird", "s"]
     assert pieces[3:7] == ["", "", "", "🦜"]

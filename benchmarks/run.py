@@ -25,7 +25,7 @@ from services.cli.model_path import resolve
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-SCRIPTS = ("decode_step", "sampling", "transfer", "router", "stall", "overload", "scale")
+SCRIPTS = ("decode_step", "sampling", "grammars", "transfer", "router", "stall", "overload", "scale")
 READY_SECONDS = 300.0
 LOAD_SECONDS = 1200.0
 

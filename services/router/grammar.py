@@ -97,13 +97,13 @@ def structural_tag(wanted: Mapping[str, Any] | str, field: str) -> Grammar:
 
 
 def json_in_lark(schema: Mapping[str, Any], *, strict: bool = True) -> str:
-    """A schema as a part of a Lark rule, with the same whitespace as everywhere; its own options go before that."""
+    """A schema as a part of a Lark rule, with the same whitespace as everywhere. Unless it is `strict`, keywords that
+    are not known are left out."""
     options = {
         "whitespace_flexible": False,
         "item_separator": ITEM_SEPARATOR,
         "key_separator": KEY_SEPARATOR,
         **({} if strict else {"lenient": True}),
-        **schema.get(_OPTIONS, {}),
     }
     return "%json " + json.dumps({**schema, _OPTIONS: options}, ensure_ascii=False)
 

@@ -114,7 +114,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_since: float | None = None
         """Since when a request's head is awaited; None while one is served, or none is due."""
         self._head_bytes = self._fields = self._late = 0
-        self._in_head, self._in_message = True, False
+        self._in_head = True
+        """False while a body comes."""
         self._answered_at = 0.0
         self._unsent = 0
         self._unsent_since: float | None = None
@@ -148,7 +149,7 @@ class GuardedProtocol(HttpToolsProtocol):
     @property
     def idle(self) -> bool:
         """True between two requests, and before the first byte."""
-        return not self._in_message and not self._head_bytes and (self.cycle is None or self.cycle.response_complete)
+        return self._in_head and not self._head_bytes and (self.cycle is None or self.cycle.response_complete)
 
     def look(self, now: float) -> None:
         """Ends the connection when its client's time is up."""
@@ -165,7 +166,7 @@ class GuardedProtocol(HttpToolsProtocol):
                 self._answer(408, "invalid_request_error", "request_timeout", what)
             else:
                 self.transport.close()
-        elif self._in_message and self.cycle.response_complete and now - self._answered_at > limit:
+        elif not self._in_head and self.cycle.response_complete and now - self._answered_at > limit:
             self.transport.close()  # it has its answer and goes on sending
 
     def _look_at_writes(self, now: float) -> None:
@@ -246,7 +247,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._deaf = True
             self.cycle.keep_alive = False
             raise _Refused
-        self._in_head, self._in_message, self._fields, self._late = True, True, 0, 0
+        self._in_head, self._fields, self._late = True, 0, 0
         super().on_message_begin()
         self.scope["extensions"] = {ABORT: {"call": self.abort}}
 
@@ -281,7 +282,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._offered:
             return
         super().on_message_complete()
-        self._in_head, self._in_message = True, False
+        self._in_head = True
+        """False while a body comes."""
 
     def on_response_complete(self) -> None:
         self._answered_at = self.loop.time()

@@ -82,6 +82,40 @@ async def test_an_answer_that_nobody_takes_is_dropped() -> None:
             assert got < SIZE
 
 
+async def small(scope: Any, receive: Any, send: Any) -> None:
+    while (await receive()).get("more_body"):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+async def test_time_is_taken_per_request() -> None:
+    """Looks at any moment between two bytes end nobody before the time of this head is over."""
+    limits = HttpLimits(head_seconds=100.0, stall_seconds=1000.0)
+    async with serving(small, limits) as (connections, refused, port):
+        loop = asyncio.get_running_loop()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        post = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc"
+        await until(lambda: len(connections.all) == 1)
+        (connection,) = connections.all
+        for _ in range(3):
+            connections.look(loop.time() + 99.0)
+            for at in range(len(post)):
+                writer.write(post[at : at + 1])
+                await until(lambda: not connection.idle)
+                connections.look(loop.time())
+            assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+            await until(lambda: connection.idle)
+            connections.look(loop.time() + 10_000.0)  # between requests there is another limit
+        writer.write(post[:20])
+        await until(lambda: not connection.idle)
+        connections.look(loop.time() + 99.0)
+        assert not refused
+        connections.look(loop.time() + 101.0)
+        assert (await reader.readuntil(b"}}")).startswith(b"HTTP/1.1 408") and refused == {"head_time": 1}
+        writer.close()
+
+
 async def test_a_slow_reader_is_no_stalled_one() -> None:
     """It takes a little, much less often than all the time, and gets all of it."""
     async with serving(large, HttpLimits(stall_seconds=5.0)) as (_, refused, port):

@@ -178,7 +178,8 @@ class Journey:
                 self._move("CANCELLED")
                 raise
             except PdmeshError as exc:
-                self._move("FAILED", f"{exc.leg.value} {exc.reason}: {exc.message}")
+                went_away = isinstance(exc, CancelledSessionError)  # it took nothing any more
+                self._move("CANCELLED" if went_away else "FAILED", f"{exc.leg.value} {exc.reason}: {exc.message}")
                 raise
             entry.outcome = Outcome(result.finish_reason, result.timings, result.cached_tokens, result.transport)
             return result

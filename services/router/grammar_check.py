@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
+import subprocess
 import sys
 from collections import OrderedDict
 
@@ -35,6 +37,47 @@ _DEATHS = {
 }
 
 
+class _Child:
+    """A process that compiles, and the socket to it."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.process, self.reader, self.writer = process, reader, writer
+
+    @classmethod
+    async def start(cls, directory: str, cpu_seconds: int) -> _Child:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = _spawn(directory, cpu_seconds, theirs.fileno())
+        return cls(process, *await asyncio.open_connection(sock=ours))
+
+    async def ask(self, grammar: Grammar) -> bytes:
+        """Its answer; empty when it has ended instead."""
+        self.writer.write(msgspec.json.encode(grammar) + b"\n")
+        try:
+            await self.writer.drain()
+            return await self.reader.readline()
+        except ConnectionError:
+            return b""
+
+    async def death(self) -> int:
+        """How it ended, now that it has closed its end."""
+        return await asyncio.to_thread(self.process.wait)
+
+    async def end(self) -> None:
+        """Kills it unless it has ended."""
+        self.process.kill()
+        self.writer.close()
+        await asyncio.to_thread(self.process.wait)
+
+
+def _spawn(directory: str, cpu_seconds: int, fd: int) -> subprocess.Popen[bytes]:
+    """Not in asyncio's way, which forks: gRPC's threads may bring the process down by that. Popen uses vfork."""
+    command = (sys.executable, "-m", "services.router.grammar_child", directory, str(cpu_seconds))
+    return subprocess.Popen(command, stdin=fd, stdout=fd)
+
+
 class GrammarCheck:
     """One per router."""
 
@@ -42,8 +85,8 @@ class GrammarCheck:
         """`directory` is the model's; a grammar may take `cpu_seconds` of a core, and up to one more."""
         self._directory, self._cpu_seconds = directory, cpu_seconds
         self._slots = asyncio.Semaphore(_CHILDREN)
-        self._idle: list[asyncio.subprocess.Process] = []
-        self._all: set[asyncio.subprocess.Process] = set()
+        self._idle: list[_Child] = []
+        self._all: set[_Child] = set()
         self._asked: dict[Grammar, asyncio.Task[Verdict]] = {}
         self._known: OrderedDict[Grammar, Verdict] = OrderedDict()
         self._known_bytes = 0
@@ -82,19 +125,13 @@ class GrammarCheck:
         return verdict
 
     async def _ask(self, grammar: Grammar) -> Verdict:
-        child = self._idle.pop() if self._idle else await self._start()
+        child = self._idle.pop() if self._idle else await _Child.start(self._directory, self._cpu_seconds)
+        self._all.add(child)
         done = False
         try:
-            assert child.stdin is not None and child.stdout is not None
-            child.stdin.write(msgspec.json.encode(grammar) + b"\n")
-            line = b""
-            try:
-                await child.stdin.drain()
-                line = await child.stdout.readline()
-            except ConnectionError:
-                log.debug("the grammar child went away while it was asked")
+            line = await child.ask(grammar)
             if not line:
-                return self._verdict_of_death(await child.wait())
+                return self._verdict_of_death(await child.death())
             done = True
             return msgspec.json.decode(line, type=Verdict)
         finally:
@@ -103,18 +140,9 @@ class GrammarCheck:
             else:
                 await self._end(child)
 
-    async def _start(self) -> asyncio.subprocess.Process:
-        command = (sys.executable, "-m", "services.router.grammar_child", self._directory, str(self._cpu_seconds))
-        pipe = asyncio.subprocess.PIPE
-        child = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
-        self._all.add(child)
-        return child
-
-    async def _end(self, child: asyncio.subprocess.Process) -> None:
+    async def _end(self, child: _Child) -> None:
         self._all.discard(child)
-        if child.returncode is None:
-            child.kill()
-        await child.wait()
+        await child.end()
 
     def _keep(self, grammar: Grammar, verdict: Verdict) -> None:
         self._known[grammar] = verdict

@@ -82,9 +82,8 @@ async def test_verdicts_are_kept_within_bounds(checker: GrammarCheck, monkeypatc
 async def test_a_child_that_is_killed_is_replaced(checker: GrammarCheck) -> None:
     await checker.check(regex("h"), "guided_regex")
     for child in checker._all:
-        child.send_signal(signal.SIGKILL)
-    for child in list(checker._all):
-        await child.wait()
+        child.process.send_signal(signal.SIGKILL)
+        await child.death()
     count = len(checker._all)
     for i in range(count):
         with pytest.raises(UnavailableError, match="try again"):

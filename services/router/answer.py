@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from fastapi import Request
 from starlette.responses import Response
 
-from engine_core.types.errors import DeadlineError, InvalidRequestError
+from engine_core.types.errors import DeadlineError, InvalidRequestError, PdmeshError
 from services.router.front import Front, SinkOf, Submission
 from services.router.http import (
     EventResponse,
     EventStream,
     RequestTimeoutError,
     client_of,
+    error_event,
     json_response,
     request_id_of,
     traceparent_of,
@@ -85,8 +86,15 @@ def timeout_of(request: Request, asked: float | None) -> float:
     return min(allowed, seconds)
 
 
-async def answer(front: Front, request: Request, submission: Submission, reply: ReplyWriter) -> Response:
-    """Runs it. Raises PdmeshError before anything was sent."""
+async def answer(
+    front: Front,
+    request: Request,
+    submission: Submission,
+    reply: ReplyWriter,
+    failed: Callable[[PdmeshError], bytes] = error_event,
+) -> Response:
+    """Runs it; `failed` says how a stream that has begun tells of a failure. Raises PdmeshError before anything was
+    sent."""
     front.check_samples(submission)
     if not submission.options.stream:
         body = await until_disconnect(request.receive, _whole(front, submission, reply), front.tasks)
@@ -108,7 +116,12 @@ async def answer(front: Front, request: Request, submission: Submission, reply: 
         front.count_end(submission.path, failure, started=started)
 
     return EventResponse(
-        produce, front.tasks, front.config.sse_comment_after, on_end, stall=front.config.client_stall_timeout
+        produce,
+        front.tasks,
+        front.config.sse_comment_after,
+        on_end,
+        stall=front.config.client_stall_timeout,
+        failed=failed,
     )
 
 

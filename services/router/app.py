@@ -14,14 +14,24 @@ from services.router.console.routes import console_routes
 from services.router.discovery import discovery_routes
 from services.router.edge import KeyGate, Origins, Plain
 from services.router.front import Front
-from services.router.http import RequestIds, as_pdmesh_error, error_response, json_response
+from services.router.http import (
+    RequestIds,
+    anthropic_error,
+    as_pdmesh_error,
+    error_response,
+    is_anthropic,
+    json_response,
+    request_id_of,
+)
+from services.router.messages.routes import messages_routes
 from services.router.openapi import describe
+from services.router.responses.routes import responses_routes
 from services.router.routes_native import native_routes
 from services.router.routes_openai import openai_routes
 from services.router.routes_ops import ops_routes
 from services.runtime.api_keys import ApiKeys
 
-_COUNTED = frozenset({"/v1/completions", "/v1/chat/completions", "/generate"})
+_COUNTED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"})
 
 
 def make_app(front: Front, keys: ApiKeys) -> FastAPI:
@@ -33,7 +43,7 @@ def make_app(front: Front, keys: ApiKeys) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    for routes in (openai_routes, native_routes, ops_routes, discovery_routes):
+    for routes in (openai_routes, responses_routes, messages_routes, native_routes, ops_routes, discovery_routes):
         app.include_router(routes(front))
     if front.config.serves_console:
         app.include_router(console_routes(front))
@@ -54,7 +64,7 @@ def make_app(front: Front, keys: ApiKeys) -> FastAPI:
         count(request.url.path, known)
         if isinstance(known, CancelledSessionError):
             return Response(status_code=499)  # nobody reads it
-        return error_response(known)
+        return error_response(known, request.scope)
 
     app.add_exception_handler(PdmeshError, on_error)
     app.add_exception_handler(HTTPException, _on_http_error)  # type: ignore[arg-type]
@@ -75,8 +85,12 @@ async def _on_http_error(request: Request, exc: HTTPException) -> Response:
     headers = dict(exc.headers or {})
     if headers.get("Allow") == "GET":
         headers["Allow"] = "GET, HEAD"
+    message = what.get(exc.status_code, str(exc.detail))
+    if is_anthropic(request.url.path):
+        body = anthropic_error(message, exc.status_code, request_id_of(request.scope))
+        return json_response(body, exc.status_code, headers)
     error = {
-        "message": what.get(exc.status_code, str(exc.detail)),
+        "message": message,
         "type": "invalid_request_error",
         "param": None,
         "code": {404: "not_found", 405: "method_not_allowed"}.get(exc.status_code, "http_error"),

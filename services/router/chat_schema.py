@@ -13,7 +13,7 @@ from services.router.fields import MAX_INT, Arguments, Content, Strict
 from services.router.sampling_schema import MAX_LOGPROBS, SamplingRequest
 
 MAX_TOOLS = 128
-_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+FUNCTION_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
 
 class _Open(BaseModel):
@@ -67,7 +67,7 @@ ObjectSchema = Annotated[dict[str, Any] | None, BeforeValidator(_object_schema),
 class FunctionSpec(_Open):
     """A function that the model may call; `parameters` is a JSON schema."""
 
-    name: str = Field(pattern=_NAME)
+    name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     parameters: ObjectSchema = None
     strict: bool | None = None

@@ -48,7 +48,7 @@ class KeyGate:
                 what = "the API key that came is wrong" if shown else "there is no API key"
                 exc = ApiKeyError(f"{what}: send one as 'Authorization: Bearer KEY'")
                 self._on_refused(scope["path"], exc)
-                await error_response(exc)(scope, receive, send)
+                await error_response(exc, scope)(scope, receive, send)
                 return
             scope["pdmesh.client"] = holder
         await self._app(scope, receive, send)
@@ -82,7 +82,7 @@ class Plain:
                 raise
             known = as_pdmesh_error(exc)
             self._on_failure(scope["path"], known)
-            await error_response(known)(scope, receive, send)
+            await error_response(known, scope)(scope, receive, send)
 
 
 class Origins(CORSMiddleware):

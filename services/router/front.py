@@ -351,7 +351,7 @@ class Front:
         how = _end_of(failure, started=started)
         self.metrics.requests.labels(path, how).inc()
         self.mesh.history.end(how)
-        log_access(path, _status_of(failure, how, started=started), how)
+        log_access(path, _status_of(failure, how, path, started=started), how)
 
 
 def _empty(result: SampleResult) -> SampleResult:
@@ -364,11 +364,11 @@ def _without_output(delta: Delta) -> Delta:
     return Delta("", [], result, prompt_logprobs=delta.prompt_logprobs)
 
 
-def _status_of(failure: BaseException | None, how: str, *, started: bool) -> int:
+def _status_of(failure: BaseException | None, how: str, path: str, *, started: bool) -> int:
     """The HTTP status that was sent; 499 when there was nobody to send it to."""
     if failure is None or started:
         return 200
-    return 499 if how == "cancelled" else error_status(as_pdmesh_error(failure))
+    return 499 if how == "cancelled" else error_status(as_pdmesh_error(failure), path)
 
 
 def _end_of(failure: BaseException | None, *, started: bool) -> str:

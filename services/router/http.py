@@ -97,9 +97,29 @@ _OF_HTTP: Mapping[type[PdmeshError], int] = {
 """Errors that only HTTP knows; of all others services/runtime/errors.py knows the status."""
 
 
-def error_status(exc: PdmeshError) -> int:
-    """HTTP status of an error."""
-    return _OF_HTTP.get(type(exc)) or http_status(exc)
+_ANTHROPIC = "/v1/messages"
+OVERLOADED = 529
+"""Anthropic's status where others have 503."""
+_ANTHROPIC_KINDS: Mapping[int, str] = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    OVERLOADED: "overloaded_error",
+}
+
+
+def is_anthropic(path: str) -> bool:
+    """True for paths of Anthropic's API, which has errors of its own form."""
+    return path == _ANTHROPIC or path.startswith(f"{_ANTHROPIC}/")
+
+
+def error_status(exc: PdmeshError, path: str = "") -> int:
+    """HTTP status of an error on a path: Anthropic's API has 529 where others have 503."""
+    status = _OF_HTTP.get(type(exc)) or http_status(exc)
+    return OVERLOADED if status == 503 and is_anthropic(path) else status
 
 
 def error_body(exc: PdmeshError) -> dict[str, Any]:
@@ -113,11 +133,23 @@ def error_body(exc: PdmeshError) -> dict[str, Any]:
     return {"error": {"message": exc.message, "type": kind, "param": exc.field or None, "code": code}}
 
 
-def error_response(exc: PdmeshError) -> Response:
-    """The whole response; 429 and 503 say when to come back."""
-    status = error_status(exc)
+def anthropic_error(message: str, status: int, request_id: str | None) -> dict[str, Any]:
+    """Anthropic's shape: {"type": "error", "error": {type, message}, "request_id"}."""
+    kind = _ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+def error_event(exc: PdmeshError) -> bytes:
+    """The last event of a stream of chunks that has failed."""
+    return b"data: " + orjson.dumps(error_body(exc)) + b"\n\n"
+
+
+def error_response(exc: PdmeshError, scope: Scope | None = None) -> Response:
+    """The whole response to the request of `scope`, in the form of its API; 429, 503 and 529 say when to come back."""
+    path = "" if scope is None else scope["path"]
+    status = error_status(exc, path)
     headers = {}
-    if status in (429, 503):
+    if status in (429, 503, OVERLOADED):
         headers["retry-after"] = str(max(1, math.ceil(exc.retry_after)))
     if isinstance(exc, BodyStalledError | BodyTooLargeError):
         headers["connection"] = "close"
@@ -125,6 +157,8 @@ def error_response(exc: PdmeshError) -> Response:
         headers["www-authenticate"] = 'Bearer realm="pdmesh"'
     if isinstance(exc, PoisonError):
         headers["x-should-retry"] = "false"  # OpenAI's clients try a 500 again unless told not to
+    if scope is not None and is_anthropic(path):
+        return json_response(anthropic_error(exc.message, status, scope.get("pdmesh.request_id")), status, headers)
     return json_response(error_body(exc), status, headers)
 
 
@@ -218,11 +252,12 @@ class RequestIds:
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope["pdmesh.request_id"] = request_id
         bind_log_fields(request_id=request_id)
-        header = (b"x-request-id", request_id.encode())
+        names = (b"x-request-id", b"request-id") if is_anthropic(scope["path"]) else (b"x-request-id",)
+        own = [(name, request_id.encode()) for name in names]
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), header]
+                message["headers"] = [*message.get("headers", ()), *own]
             await send(message)
 
         await self._app(scope, receive, send_with_id)
@@ -309,7 +344,7 @@ OnEnd = Callable[[BaseException | None, bool], None]
 class EventResponse(Response):
     """Runs `produce(stream)` as the response.
 
-    A failure before the first event is a real status; after it, an error event, and no [DONE]. Whenever nothing was
+    A failure before the first event is a real status; after it, what `failed` says, and no [DONE]. Whenever nothing was
     sent for `comment_after` seconds, before token 1 or while a broken stream waits for a worker, a comment keeps
     the connection awake (and fixes the status at 200).
     A client that takes nothing for `stall` seconds counts as gone.
@@ -323,9 +358,10 @@ class EventResponse(Response):
         on_end: OnEnd,
         *,
         stall: float,
+        failed: Callable[[PdmeshError], bytes] = error_event,
     ) -> None:
         super().__init__()
-        self._produce, self._tasks = produce, tasks
+        self._produce, self._tasks, self._failed = produce, tasks, failed
         self._comment_after, self._on_end, self._stall = comment_after, on_end, stall
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -370,10 +406,10 @@ class EventResponse(Response):
 
     async def _fail(self, exc: PdmeshError, stream: EventStream, scope: Scope, receive: Receive, send: Send) -> None:
         if not stream.started:
-            await error_response(exc)(scope, receive, send)
+            await error_response(exc, scope)(scope, receive, send)
             return
         with contextlib.suppress(CancelledSessionError):
-            await stream.write(b"data: " + orjson.dumps(error_body(exc)) + b"\n\n")
+            await stream.write(self._failed(exc))
             await stream.end()
 
 

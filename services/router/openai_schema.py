@@ -16,7 +16,7 @@ from engine_core.types.errors import InvalidRequestError
 from services.router.chat_schema import ChatMessage, ChatRequest, TokenizeRequest
 from services.router.fields import MAX_INT, CountOrFlag, Ids, OptionalIds, Prompt, Prompts, Strict
 from services.router.json_body import parse_json, short
-from services.router.sampling_schema import MAX_LOGPROBS, MAX_N, SamplingRequest, refusal_of
+from services.router.sampling_schema import MAX_LOGPROBS, MAX_N, Refused, SamplingRequest, first_refused, refusal_of
 
 __all__ = [
     "ChatMessage",
@@ -99,16 +99,18 @@ class DetokenizeRequest(Strict):
 R = TypeVar("R", bound=BaseModel)
 
 
-def parse_request(kind: type[R], body: bytes) -> R:
-    """Reads a body. Raises InvalidRequestError with the field at fault."""
+def parse_request(kind: type[R], body: bytes, refused_fields: Refused | None = None) -> R:
+    """Reads a body. `refused_fields` are those that an API of its own kind of request refuses. Raises
+    InvalidRequestError with the field at fault."""
     data = parse_json(body)
     if kind is GenerateRequest and isinstance(data.get("sampling_params"), dict):
         data = {**data["sampling_params"], **data}
-    if issubclass(kind, SamplingRequest):
-        refused = refusal_of(kind, data)
-        if refused is not None:
-            name, reason = refused
-            raise InvalidRequestError(f"{name}: {short(data[name])} is not supported: {reason}", field=name)
+    refused = refusal_of(kind, data) if issubclass(kind, SamplingRequest) else None
+    if refused_fields is not None:
+        refused = first_refused(refused_fields, data)
+    if refused is not None:
+        name, reason = refused
+        raise InvalidRequestError(f"{name}: {short(data[name])} is not supported: {reason}", field=name)
     try:
         request = kind.model_validate({name: value for name, value in data.items() if value is not None})
     except ValidationError as exc:

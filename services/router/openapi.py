@@ -12,6 +12,9 @@ from pydantic.json_schema import models_json_schema
 from services.router import reply_models as replies
 from services.router.answer import TIMEOUT_HEADER
 from services.router.edge import is_open
+from services.router.http import OVERLOADED, is_anthropic
+from services.router.messages.models import MessageObject, MessagesError, TokenCount
+from services.router.messages.schema import CountTokensRequest, MessagesRequest
 from services.router.openai_schema import (
     ChatRequest,
     CompletionRequest,
@@ -19,12 +22,17 @@ from services.router.openai_schema import (
     GenerateRequest,
     TokenizeRequest,
 )
+from services.router.responses.models import ResponseObject
+from services.router.responses.schema import ResponsesRequest
 from services.router.sampling_schema import MAX_TIMEOUT
 
 _REF = "#/components/schemas/{model}"
 _REQUESTS: tuple[type[BaseModel], ...] = (
     CompletionRequest,
     ChatRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
     GenerateRequest,
     TokenizeRequest,
     DetokenizeRequest,
@@ -32,6 +40,9 @@ _REQUESTS: tuple[type[BaseModel], ...] = (
 _REPLIES: dict[str, type[BaseModel]] = {
     "/v1/completions": replies.Completion,
     "/v1/chat/completions": replies.ChatCompletion,
+    "/v1/responses": ResponseObject,
+    "/v1/messages": MessageObject,
+    "/v1/messages/count_tokens": TokenCount,
     "/v1/models": replies.ModelList,
     "/v1/models/{name}": replies.Model,
     "/generate": replies.Generation,
@@ -53,7 +64,7 @@ _PROMPTS = {
     "DetokenizeRequest": ("tokens",),
 }
 _LISTS = frozenset({"/sd"})
-_STREAMS = frozenset({"/v1/completions", "/v1/chat/completions", "/generate"})
+_STREAMS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"})
 
 _SAID = {
     400: "The request is wrong; `param` names the field",
@@ -65,6 +76,7 @@ _SAID = {
     429: "The queue is full, or the wait would be too long; Retry-After says when to come again",
     500: "A fault of the mesh",
     503: "No worker can serve it now; Retry-After says when to come again",
+    OVERLOADED: "What others call 503",
     504: "The time that the request may take is over",
 }
 _OF_BODIES = (400, 408, 413, 415)
@@ -95,7 +107,7 @@ def describe(app: FastAPI, *, keys_required: bool, vocab_size: int) -> dict[str,
 
 def _models(vocab_size: int) -> dict[str, Any]:
     asked = [(kind, "validation") for kind in _REQUESTS]
-    answered = [(kind, "serialization") for kind in {*_REPLIES.values(), replies.ErrorBody}]
+    answered = [(kind, "serialization") for kind in {*_REPLIES.values(), replies.ErrorBody, MessagesError}]
     _, found = models_json_schema([*asked, *answered], ref_template=_REF)  # type: ignore[list-item]
     models: dict[str, Any] = found["$defs"]
     for model, fields in _PROMPTS.items():
@@ -133,10 +145,11 @@ def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
         said = "Seconds for the whole request"
         operation["parameters"] = [{"name": TIMEOUT_HEADER, "in": "header", "description": said, "schema": limit}]
     answers: dict[str, Any] = {"200": {"description": "The answer", "content": content}}
+    failure = MessagesError if is_anthropic(path) else replies.ErrorBody
     for status in sorted(_failures(path, method)):
         answers[str(status)] = {
             "description": _SAID[status],
-            "content": {"application/json": {"schema": _ref(replies.ErrorBody)}},
+            "content": {"application/json": {"schema": _ref(failure)}},
         }
     operation["responses"] = answers
 
@@ -146,7 +159,7 @@ def _failures(path: str, method: str) -> set[int]:
     if method == "post":
         found |= {*_OF_BODIES, *_OF_MODELS}
     if path in _STREAMS or path == "/health_generate":
-        found |= set(_OF_WORK)
+        found |= {OVERLOADED if status == 503 and is_anthropic(path) else status for status in _OF_WORK}
     if "{" in path:
         found |= {404}
     if path == "/readiness":

@@ -12,11 +12,13 @@ PromptLogprobs = list[dict[str, dict[str, Any]] | None]
 """vLLM's: per position nothing, or {token id: {logprob, rank, decoded_token}}."""
 
 
-class _Reply(BaseModel):
+class AnyReply(BaseModel):
+    """There may be more than is told."""
+
     model_config = ConfigDict(extra="allow")
 
 
-class ErrorDetail(_Reply):
+class ErrorDetail(AnyReply):
     """What went wrong."""
 
     message: str
@@ -25,25 +27,25 @@ class ErrorDetail(_Reply):
     code: str | None = Field(description="A name for programs")
 
 
-class ErrorBody(_Reply):
+class ErrorBody(AnyReply):
     """Every answer that is not 2xx; in a stream that has begun, its last event."""
 
     error: ErrorDetail
 
 
-class PromptTokensDetails(_Reply):
+class PromptTokensDetails(AnyReply):
     """Of the prompt's tokens."""
 
     cached_tokens: int = Field(ge=0)
 
 
-class CompletionTokensDetails(_Reply):
+class CompletionTokensDetails(AnyReply):
     """Of the output's tokens."""
 
     reasoning_tokens: int = Field(ge=0)
 
 
-class Usage(_Reply):
+class Usage(AnyReply):
     """Token counts."""
 
     prompt_tokens: int = Field(ge=0)
@@ -53,7 +55,7 @@ class Usage(_Reply):
     completion_tokens_details: CompletionTokensDetails
 
 
-class TokenLists(_Reply):
+class TokenLists(AnyReply):
     """Lists of one length."""
 
     tokens: list[str]
@@ -62,7 +64,7 @@ class TokenLists(_Reply):
     text_offset: list[int]
 
 
-class CompletionChoice(_Reply):
+class CompletionChoice(AnyReply):
     """One sample of one prompt."""
 
     index: int = Field(ge=0)
@@ -75,7 +77,7 @@ class CompletionChoice(_Reply):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class Completion(_Reply):
+class Completion(AnyReply):
     """The answer of /v1/completions."""
 
     id: str
@@ -86,7 +88,7 @@ class Completion(_Reply):
     usage: Usage
 
 
-class NamedLogprob(_Reply):
+class NamedLogprob(AnyReply):
     """A token and its log probability."""
 
     token: str
@@ -100,20 +102,20 @@ class PositionLogprobs(NamedLogprob):
     top_logprobs: list[NamedLogprob]
 
 
-class ChatLogprobs(_Reply):
+class ChatLogprobs(AnyReply):
     """One entry per token."""
 
     content: list[PositionLogprobs] | None
 
 
-class CalledFunctionReply(_Reply):
+class CalledFunctionReply(AnyReply):
     """A function and its arguments, which are JSON as text."""
 
     name: str
     arguments: str
 
 
-class ToolCallReply(_Reply):
+class ToolCallReply(AnyReply):
     """A call that the model asks for."""
 
     id: str
@@ -121,7 +123,7 @@ class ToolCallReply(_Reply):
     function: CalledFunctionReply
 
 
-class AssistantMessage(_Reply):
+class AssistantMessage(AnyReply):
     """The answer."""
 
     role: Literal["assistant"]
@@ -132,7 +134,7 @@ class AssistantMessage(_Reply):
     tool_calls: list[ToolCallReply] | None = None
 
 
-class ChatChoice(_Reply):
+class ChatChoice(AnyReply):
     """One sample."""
 
     index: int = Field(ge=0)
@@ -143,7 +145,7 @@ class ChatChoice(_Reply):
     token_ids: list[int] | None = None
 
 
-class ChatCompletion(_Reply):
+class ChatCompletion(AnyReply):
     """The answer of /v1/chat/completions."""
 
     id: str
@@ -156,7 +158,7 @@ class ChatCompletion(_Reply):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class Model(_Reply):
+class Model(AnyReply):
     """A served name."""
 
     id: str
@@ -168,14 +170,14 @@ class Model(_Reply):
     max_model_len: int
 
 
-class ModelList(_Reply):
+class ModelList(AnyReply):
     """All served names."""
 
     object: Literal["list"]
     data: list[Model]
 
 
-class GenerateUsage(_Reply):
+class GenerateUsage(AnyReply):
     """Token counts of /generate."""
 
     prompt_tokens: int = Field(ge=0)
@@ -183,7 +185,7 @@ class GenerateUsage(_Reply):
     cached_tokens: int = Field(ge=0)
 
 
-class Generation(_Reply):
+class Generation(AnyReply):
     """The answer of /generate, and the last event of its stream."""
 
     request_id: str
@@ -201,7 +203,7 @@ class Generation(_Reply):
     decode_instance: str
 
 
-class Tokens(_Reply):
+class Tokens(AnyReply):
     """The answer of /tokenize."""
 
     count: int = Field(ge=0)
@@ -210,25 +212,25 @@ class Tokens(_Reply):
     token_strs: list[str | None] | None
 
 
-class Text(_Reply):
+class Text(AnyReply):
     """The answer of /detokenize."""
 
     prompt: str
 
 
-class Status(_Reply):
+class Status(AnyReply):
     """A sign of life."""
 
     status: Literal["ok", "ready"]
 
 
-class Version(_Reply):
+class Version(AnyReply):
     """Of pdmesh."""
 
     version: str
 
 
-class Workers(_Reply):
+class Workers(AnyReply):
     """The rank table as this router sees it."""
 
     revision: dict[str, Any] | None
@@ -237,7 +239,7 @@ class Workers(_Reply):
     workers: list[dict[str, Any]]
 
 
-class Moves(_Reply):
+class Moves(AnyReply):
     """The router's own moves for a request."""
 
     request_id: str
@@ -245,7 +247,7 @@ class Moves(_Reply):
     moves: list[dict[str, Any]]
 
 
-class ScrapeTargets(_Reply):
+class ScrapeTargets(AnyReply):
     """One process that serves /metrics."""
 
     targets: list[str]

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import time
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from engine_core.types.errors import InvalidRequestError, NotFoundError
 from services.router.answer import answer, submission_of
-from services.router.chat_plan import plan_chat
 from services.router.chat_reply import ChatReply
-from services.router.front import Front, Submission
+from services.router.front import Front
 from services.router.http import json_response, read_body
-from services.router.openai_schema import ChatRequest, CompletionRequest, Prompt, SamplingRequest, parse_request
-from services.router.openai_stream import CompletionReply, ReplySpec
-from services.router.trace import timings_of
+from services.router.openai_schema import ChatRequest, CompletionRequest, Prompt, parse_request
+from services.router.openai_stream import CompletionReply
+from services.router.prepare import prepare_chat, reply_spec
 
 _COMPLETION_TOKENS = 16
 """OpenAI's limit for completions when a client names none."""
@@ -54,15 +52,9 @@ def openai_routes(front: Front) -> APIRouter:
         """Answers a chat."""
         arrival = time.monotonic()
         asked = parse_request(ChatRequest, await read_body(request, front.config.max_body_bytes))
-        model = front.check_model(asked.model)
-        text = await front.render_chat(asked.chat())
-        plan = plan_chat(asked, front.model.format, text)
-        options = front.options(asked, None, plan.grammar)
-        options = msgspec.structs.replace(options, kept_special_ids=plan.kept_special_ids)
-        prompt = await front.encode_text(text, add_special_tokens=False, field="messages")
-        submission = submission_of(request, asked, [prompt], options, arrival)
-        reply = ChatReply(reply_spec(front, asked, submission, model), plan.parser_of)
-        return await answer(front, request, submission, reply)
+        prepared = await prepare_chat(front, request, asked, arrival)
+        reply = ChatReply(prepared.spec, prepared.parser_of)
+        return await answer(front, request, prepared.submission, reply)
 
     @router.get("/v1/models")
     async def models() -> Response:
@@ -90,28 +82,6 @@ def _card(front: Front, name: str) -> dict[str, object]:
         "parent": None,
         "max_model_len": front.token_limit,
     }
-
-
-def reply_spec(front: Front, asked: SamplingRequest, submission: Submission, model: str) -> ReplySpec:
-    """What the reply to a request has to show."""
-    options = submission.options
-    return ReplySpec(
-        request_id=submission.request_id,
-        model=model,
-        prompts=submission.prompts,
-        tokenizer=front.tokenizer,
-        samples=options.n,
-        keep=asked.n or 1,
-        token_ids=options.return_token_ids,
-        tokens_as_ids=bool(asked.return_tokens_as_token_ids),
-        skip_special_tokens=options.skip_special_tokens,
-        kept_special_ids=options.kept_special_ids,
-        include_usage=options.include_usage,
-        continuous_usage=options.continuous_usage,
-        logprobs=asked.best_tokens(),
-        prompt_logprobs=asked.prompt_logprobs,
-        timings=timings_of if submission.timings else None,
-    )
 
 
 def _text_of(front: Front, prompt: Prompt, ids: tuple[int, ...]) -> str:

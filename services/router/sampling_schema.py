@@ -14,37 +14,40 @@ MAX_LOGPROBS = 20
 MAX_TIMEOUT = 86_400.0
 
 _Neutral = Callable[[Any], bool]
+Refused = Mapping[str, tuple[_Neutral, str]]
+"""Fields with the values that change nothing, and why no other is taken."""
 
 
-def _one_of(*values: Any) -> _Neutral:
+def one_of(*values: Any) -> _Neutral:
+    """These values, and null."""
     return lambda v: v is None or any(v == n and isinstance(v, bool) == isinstance(n, bool) for n in values)
 
 
-UNSUPPORTED: Mapping[str, tuple[_Neutral, str]] = {
-    "suffix": (_one_of(""), "filling in the middle is not supported: write the model's own marks into the prompt"),
-    "length_penalty": (_one_of(1), "there is no beam search"),
-    "use_beam_search": (_one_of(False), "there is no beam search"),
-    "functions": (_one_of([]), "use tools"),
-    "function_call": (_one_of("none", "auto"), "use tool_choice"),
-    "bad_words": (_one_of([]), "use logit_bias"),
-    "allowed_token_ids": (_one_of(), "use logit_bias or a grammar"),
-    "truncate_prompt_tokens": (_one_of(), "prompts are not cut"),
-    "modalities": (_one_of(["text"]), "this model writes text only"),
-    "audio": (_one_of(), "this model writes text only"),
-    "prediction": (_one_of(), "outputs cannot be predicted"),
-    "prompt_embeds": (_one_of(), "prompts are text or token ids"),
+UNSUPPORTED: Refused = {
+    "suffix": (one_of(""), "filling in the middle is not supported: write the model's own marks into the prompt"),
+    "length_penalty": (one_of(1), "there is no beam search"),
+    "use_beam_search": (one_of(False), "there is no beam search"),
+    "functions": (one_of([]), "use tools"),
+    "function_call": (one_of("none", "auto"), "use tool_choice"),
+    "bad_words": (one_of([]), "use logit_bias"),
+    "allowed_token_ids": (one_of(), "use logit_bias or a grammar"),
+    "truncate_prompt_tokens": (one_of(), "prompts are not cut"),
+    "modalities": (one_of(["text"]), "this model writes text only"),
+    "audio": (one_of(), "this model writes text only"),
+    "prediction": (one_of(), "outputs cannot be predicted"),
+    "prompt_embeds": (one_of(), "prompts are text or token ids"),
 }
 """Fields that would change the output and that we don't have: the values that change nothing, and why no other."""
 
-ELSEWHERE: Mapping[str, tuple[_Neutral, str]] = {
-    "echo": (_one_of(False), "only /v1/completions has it"),
-    "best_of": (_one_of(1), "only /v1/completions has it"),
-    "top_logprobs": (_one_of(0), "only /v1/chat/completions has it"),
-    "tools": (_one_of([]), "only /v1/chat/completions has it"),
-    "tool_choice": (_one_of("none", "auto"), "only /v1/chat/completions has it"),
-    "documents": (_one_of([]), "only /v1/chat/completions has it"),
-    "chat_template": (_one_of(), "only /v1/chat/completions has it"),
-    "continue_final_message": (_one_of(False), "only /v1/chat/completions has it"),
+ELSEWHERE: Refused = {
+    "echo": (one_of(False), "only /v1/completions has it"),
+    "best_of": (one_of(1), "only /v1/completions has it"),
+    "top_logprobs": (one_of(0), "only /v1/chat/completions has it"),
+    "tools": (one_of([]), "only /v1/chat/completions has it"),
+    "tool_choice": (one_of("none", "auto"), "only /v1/chat/completions has it"),
+    "documents": (one_of([]), "only /v1/chat/completions has it"),
+    "chat_template": (one_of(), "only /v1/chat/completions has it"),
+    "continue_final_message": (one_of(False), "only /v1/chat/completions has it"),
 }
 """The same for fields that some kind of request has: these are its values for the others."""
 
@@ -55,6 +58,11 @@ def refusal_of(kind: type[BaseModel], data: Mapping[str, Any]) -> tuple[str, str
         if name in data and name not in kind.model_fields and not neutral(data[name]):
             return name, reason
     return None
+
+
+def first_refused(fields: Refused, data: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The first of these fields that has a value which is not taken, with the reason."""
+    return next(((name, why) for name, (takes, why) in fields.items() if not takes(data.get(name))), None)
 
 
 class StreamOptions(Strict):
@@ -100,7 +108,6 @@ class StructuredOutputs(Strict):
 class DrawingRequest(Strict):
     """Fields of every way of asking, in any API: how tokens are drawn, and whom the request is from."""
 
-    model: str | None = None
     min_tokens: int | None = Field(None, ge=0, le=MAX_INT)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
@@ -128,6 +135,7 @@ class DrawingRequest(Strict):
 class SamplingRequest(DrawingRequest):
     """Fields that OpenAI's and pdmesh's own ways of asking for text share."""
 
+    model: str | None = None
     n: int | None = Field(None, ge=1, le=MAX_N)
     max_tokens: int | None = Field(None, ge=0, le=MAX_INT)
     stop: StopStrings = ()

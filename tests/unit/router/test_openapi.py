@@ -13,6 +13,9 @@ from tests.support.models import tiny_model
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
 
+RESPONSE = {"model": "default", "input": "hello", "max_output_tokens": 3}
+MESSAGE = {"model": "default", **CHAT}
+
 
 def shape(document: dict[str, Any], path: str, method: str, status: int) -> dict[str, Any]:
     """The JSON schema of an answer, with all that it refers to."""
@@ -36,6 +39,12 @@ async def test_answers_have_the_shapes_that_it_tells_of() -> None:
         asked: list[tuple[str, str, Any, int]] = [
             ("post", "/v1/completions", {"prompt": ["hello", [5]], "max_tokens": 3, "return_token_ids": True}, 200),
             ("post", "/v1/chat/completions", CHAT, 200),
+            ("post", "/v1/responses", RESPONSE, 200),
+            ("post", "/v1/responses", {**RESPONSE, "background": True}, 400),
+            ("post", "/v1/messages", MESSAGE, 200),
+            ("post", "/v1/messages", {**MESSAGE, "max_tokens": 0}, 400),
+            ("post", "/v1/messages", {**MESSAGE, "model": "none"}, 404),
+            ("post", "/v1/messages/count_tokens", MESSAGE, 200),
             ("post", "/generate", {"text": "hello", "max_tokens": 3}, 200),
             ("post", "/tokenize", {"prompt": "hello", "return_token_strs": True}, 200),
             ("post", "/tokenize", CHAT, 200),

@@ -1,0 +1,44 @@
+"""/v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from services.router.answer import answer
+from services.router.front import Front
+from services.router.http import json_response, read_body
+from services.router.messages.reply import MessageReply
+from services.router.messages.schema import NAMES, REFUSED, CountTokensRequest, MessagesRequest
+from services.router.openai_schema import parse_request
+from services.router.prepare import client_names, prepare_chat
+from services.router.routes_openai import body_of
+
+
+def messages_routes(front: Front) -> APIRouter:
+    """The routes that Anthropic's clients call."""
+    router = APIRouter(tags=["anthropic"])
+
+    @router.post("/v1/messages", openapi_extra=body_of(MessagesRequest))
+    async def messages(request: Request) -> Response:
+        """Answers a conversation."""
+        arrival = time.monotonic()
+        asked = parse_request(MessagesRequest, await read_body(request, front.config.max_body_bytes), REFUSED)
+        with client_names(NAMES):
+            prepared = await prepare_chat(front, request, asked.chat(), arrival, NAMES)
+            reply = MessageReply(prepared, asked)
+            return await answer(front, request, prepared.submission, reply, reply.fail)
+
+    @router.post("/v1/messages/count_tokens", openapi_extra=body_of(CountTokensRequest))
+    async def count_tokens(request: Request) -> Response:
+        """Counts the tokens of the prompt that a conversation becomes."""
+        asked = parse_request(CountTokensRequest, await read_body(request, front.config.max_body_bytes), REFUSED)
+        front.check_model(asked.model)
+        with client_names(NAMES):
+            text = await front.render_chat(asked.chat().chat())
+        ids = await front.tokenizer.encode_async(text, add_special_tokens=False)
+        return json_response({"input_tokens": len(ids)})
+
+    return router

@@ -1,0 +1,95 @@
+"""From a chat, in whatever API it was asked, to what is ready to run: prompt, options, and how the output is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import msgspec
+from fastapi import Request
+
+from engine_core.types.errors import InvalidRequestError
+from services.router.answer import submission_of
+from services.router.chat_output import ChatOutput, ParserOf
+from services.router.chat_plan import plan_chat
+from services.router.chat_schema import ChatRequest
+from services.router.front import Front, Submission
+from services.router.openai_stream import ReplySpec
+from services.router.sampling_schema import SamplingRequest
+from services.router.trace import timings_of
+
+
+class PreparedChat(msgspec.Struct, frozen=True):
+    """`parser_of` makes the parser of each sample's output; None reads all of it as content."""
+
+    submission: Submission
+    spec: ReplySpec
+    parser_of: ParserOf | None
+
+    def output(self) -> ChatOutput:
+        """The state of one sample's output."""
+        return ChatOutput(self.parser_of, self.spec.detokenizer)
+
+
+async def prepare_chat(
+    front: Front, request: Request, asked: ChatRequest, arrival: float, names: Mapping[str, str] | None = None
+) -> PreparedChat:
+    """Renders and tokenizes the chat, and plans how it is run. `names` are the fields by which the client knows those
+    of chats. Raises NotFoundError for another model, InvalidRequestError for what this model can't do."""
+    names = names or {}
+    model = front.check_model(asked.model)
+    with client_names(names):
+        text = await front.render_chat(asked.chat())
+        plan = plan_chat(asked, front.model.format, text)
+        options = front.options(asked, None, plan.grammar)
+    field = options.grammar_field
+    options = msgspec.structs.replace(
+        options, kept_special_ids=plan.kept_special_ids, grammar_field=_renamed(field, names)
+    )
+    prompt = await front.encode_text(text, add_special_tokens=False, field=names.get("messages", "messages"))
+    submission = submission_of(request, asked, [prompt], options, arrival)
+    return PreparedChat(submission, reply_spec(front, asked, submission, model), plan.parser_of)
+
+
+def reply_spec(front: Front, asked: SamplingRequest, submission: Submission, model: str) -> ReplySpec:
+    """What the reply to a request has to show."""
+    options = submission.options
+    return ReplySpec(
+        request_id=submission.request_id,
+        model=model,
+        prompts=submission.prompts,
+        tokenizer=front.tokenizer,
+        samples=options.n,
+        keep=asked.n or 1,
+        token_ids=options.return_token_ids,
+        tokens_as_ids=bool(asked.return_tokens_as_token_ids),
+        skip_special_tokens=options.skip_special_tokens,
+        kept_special_ids=options.kept_special_ids,
+        include_usage=options.include_usage,
+        continuous_usage=options.continuous_usage,
+        logprobs=asked.best_tokens(),
+        prompt_logprobs=asked.prompt_logprobs,
+        timings=timings_of if submission.timings else None,
+    )
+
+
+@contextmanager
+def client_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors about a field of chats name the client's field instead."""
+    try:
+        yield
+    except InvalidRequestError as exc:
+        field = _renamed(exc.field, names)
+        if field != exc.field:
+            if exc.message.startswith(exc.field):
+                exc.message = field + exc.message[len(exc.field) :]
+            exc.field = field
+        raise
+
+
+def _renamed(field: str, names: Mapping[str, str]) -> str:
+    """The longest known beginning of a field counts: it ends where a part of the name does."""
+    for name in sorted(names, key=len, reverse=True):
+        if field == name or (field.startswith(name) and field[len(name)] in ".["):
+            return names[name] + field[len(name) :]
+    return field

@@ -79,6 +79,7 @@ async def test_generate_refuses_nonsense(small_mesh: Mesh, raw: Raw) -> None:
         ({"sampling": sampling(frequency_penalty=NAN)}, "request.sampling.frequency_penalty"),
         ({"sampling": sampling(grammar={"kind": 9, "text": "x"})}, "request.sampling.grammar.kind"),
         ({"sampling": sampling(grammar={"kind": 1})}, "request.sampling.grammar.text"),
+        ({"sampling": sampling(grammar={"kind": 2, "text": "("})}, "grammar"),
     ]
     async with unharmed(small_mesh):
         for spoilt, field in requests:
@@ -123,6 +124,7 @@ async def test_prefill_streams_out_of_order(small_mesh: Mesh, raw: Raw) -> None:
         ([raw.open(link_id=0)], GONE, "LINK_DOWN"),
         ([raw.open(link_id=-1)], GONE, "LINK_DOWN"),
         ([raw.open(request=raw.request(prompt_token_ids=[VOCABULARY]), **alone)], INVALID, "prompt_token_ids"),
+        ([raw.open(request=raw.request(sampling=sampling(grammar={"kind": 2, "text": "("})))], INVALID, "grammar"),
         ([raw.open(), raw.open()], INVALID, "open"),
         ([raw.open()], INVALID, "ticket"),
         ([raw.open(), prefill_service_pb2.PrefillRequest()], INVALID, "empty"),

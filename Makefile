@@ -15,7 +15,10 @@ APT_TEST_PACKAGES ?= systemd=systemd-analyze prometheus=promtool chromium=chromi
 APT := $(VENV)/.apt-stamp
 DEPLOY_TOOLS := $(VENV)/.deploy-stamp
 BENCH := $(VENV)/.bench-stamp
-BUF := node_modules/.package-lock.json
+NODE := node_modules/.package-lock.json
+# Environments of clients that only slow tests start, each by tests/clients/requirements-NAME.txt.
+CLIENTS := sdks instructor evaluation evalscope
+CLIENT_STAMPS := $(CLIENTS:%=$(VENV)/.clients-%-stamp)
 NOT_HERE := not cuda and not npu
 # Two files at a time: most tests wait for processes that they started. JOBS=0 runs one after another.
 JOBS ?= 2
@@ -54,7 +57,7 @@ $(BENCH): $(DEV)
 	$(PIP) --editable '.[bench]' --constraint constraints.txt
 	@touch $@
 
-$(BUF): package.json package-lock.json
+$(NODE): package.json package-lock.json
 	npm ci --silent
 	@touch $@
 
@@ -62,6 +65,12 @@ $(BUF): package.json package-lock.json
 $(DEPLOY_TOOLS): deploy/requirements.txt | $(VENV)/bin/python
 	$(BIN)/python -m venv $(VENV)/deploy
 	$(VENV)/deploy/bin/python -m pip install --quiet --disable-pip-version-check --requirement deploy/requirements.txt
+	@touch $@
+
+$(CLIENT_STAMPS): $(VENV)/.clients-%-stamp: tests/clients/requirements-%.txt | $(VENV)/bin/python
+	$(BIN)/python -m venv $(VENV)/clients/$*
+	! grep -q '^torch==' $< || $(VENV)/clients/$*/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(VENV)/clients/$*/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	@touch $@
 
 $(APT): .ci/debian-packages | $(VENV)/bin/python
@@ -72,15 +81,15 @@ serve: $(RUNTIME)
 	$(BIN)/pdmesh model fetch demo
 	exec $(BIN)/pdmesh serve --model demo --port $(PORT)
 
-test: $(DEV) $(APT)
+test: $(DEV) $(APT) $(NODE)
 	$(BIN)/pdmesh model fetch demo
 	$(PYTEST) -m "not slow and $(NOT_HERE)"
 
-test-slow: $(DEV) $(APT) check-deploy
+test-slow: $(DEV) $(APT) $(NODE) $(CLIENT_STAMPS) check-deploy
 	$(BIN)/pdmesh model fetch demo
 	$(PYTEST) -m "$(NOT_HERE)"
 
-check: $(DEV) $(BUF)
+check: $(DEV) $(NODE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

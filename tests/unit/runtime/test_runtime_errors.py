@@ -35,6 +35,7 @@ from services.runtime.errors import (
     to_rich_status,
 )
 from services.runtime.server import GrpcServer
+from services.runtime.streams import Duplex
 
 KINDS = [kind for kind in vars(tree).values() if isinstance(kind, type) and issubclass(kind, PdmeshError)]
 
@@ -115,7 +116,11 @@ async def call(channel: Any, kind: str, raw: bytes | None = None) -> None:
         async for _ in channel.unary_stream("/t.T/UnaryStream", **codec)(request, timeout=5):
             pass
     else:
-        async for _ in channel.stream_stream("/t.T/StreamStream", **codec)(iter([request]), timeout=5):
+        # An iterator's failed write would hide the status: grpc.aio puts its own over the server's.
+        duplex: Duplex[Any, Any] = Duplex(channel.stream_stream("/t.T/StreamStream", **codec)(timeout=5))
+        if await duplex.write(request):
+            await duplex.done_writing()
+        async for _ in duplex:
             pass
 
 

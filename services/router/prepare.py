@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import msgspec
 from fastapi import Request
 
-from engine_core.types.errors import InvalidRequestError
 from services.router.answer import submission_of
 from services.router.chat_output import ChatOutput, ParserOf
 from services.router.chat_plan import plan_chat
 from services.router.chat_schema import ChatRequest
+from services.router.client_names import renamed
 from services.router.front import Front, Submission
 from services.router.openai_stream import ReplySpec
 from services.router.sampling_schema import SamplingRequest
@@ -34,17 +33,16 @@ class PreparedChat(msgspec.Struct, frozen=True):
 async def prepare_chat(
     front: Front, request: Request, asked: ChatRequest, arrival: float, names: Mapping[str, str] | None = None
 ) -> PreparedChat:
-    """Renders and tokenizes the chat, and plans how it is run. `names` are the fields by which the client knows those
-    of chats. Raises NotFoundError for another model, InvalidRequestError for what this model can't do."""
+    """Renders and tokenizes the chat, and plans how it is run. Raises NotFoundError for another model,
+    InvalidRequestError for what this model can't do; what comes up later is told in the client's `names` of fields."""
     names = names or {}
     model = front.check_model(asked.model)
-    with client_names(names):
-        text = await front.render_chat(asked.chat())
-        plan = plan_chat(asked, front.model.format, text)
-        options = front.options(asked, None, plan.grammar)
+    text = await front.render_chat(asked.chat())
+    plan = plan_chat(asked, front.model.format, text)
+    options = front.options(asked, None, plan.grammar)
     field = options.grammar_field
     options = msgspec.structs.replace(
-        options, kept_special_ids=plan.kept_special_ids, grammar_field=_renamed(field, names)
+        options, kept_special_ids=plan.kept_special_ids, grammar_field=renamed(field, names)
     )
     prompt = await front.encode_text(text, add_special_tokens=False, field=names.get("messages", "messages"))
     submission = submission_of(request, asked, [prompt], options, arrival)
@@ -71,25 +69,3 @@ def reply_spec(front: Front, asked: SamplingRequest, submission: Submission, mod
         prompt_logprobs=asked.prompt_logprobs,
         timings=timings_of if submission.timings else None,
     )
-
-
-@contextmanager
-def client_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors about a field of chats name the client's field instead."""
-    try:
-        yield
-    except InvalidRequestError as exc:
-        field = _renamed(exc.field, names)
-        if field != exc.field:
-            if exc.message.startswith(exc.field):
-                exc.message = field + exc.message[len(exc.field) :]
-            exc.field = field
-        raise
-
-
-def _renamed(field: str, names: Mapping[str, str]) -> str:
-    """The longest known beginning of a field counts: it ends where a part of the name does."""
-    for name in sorted(names, key=len, reverse=True):
-        if field == name or (field.startswith(name) and field[len(name)] in ".["):
-            return names[name] + field[len(name) :]
-    return field

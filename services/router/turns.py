@@ -15,7 +15,10 @@ class Turns:
     """The conversation so far."""
 
     def __init__(self) -> None:
+        self.place = ""
+        """Where the client says what comes next."""
         self._messages: list[dict[str, Any]] = []
+        self._places: list[str] = []
         self._open: dict[str, Any] | None = None
         """The assistant's message that may go on."""
         self._calls: set[str] = set()
@@ -23,6 +26,10 @@ class Turns:
     def messages(self) -> list[ChatMessage]:
         """All messages."""
         return [ChatMessage.model_validate(message) for message in self._messages]
+
+    def names(self) -> dict[str, str]:
+        """Where the client has what became each message, by its field in a chat."""
+        return {f"messages[{i}]": place for i, place in enumerate(self._places)}
 
     def message(self, role: str, content: str) -> None:
         """A whole message of somebody else than the assistant."""
@@ -48,9 +55,10 @@ class Turns:
         mine.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
         self._calls.add(call_id)
 
-    def result(self, call_id: str, content: str, field: str) -> None:
-        """What a call gave. Raises InvalidRequestError when there was no such call; `field` is where its id stands."""
+    def result(self, call_id: str, content: str, key: str) -> None:
+        """What a call gave. Raises InvalidRequestError when there was no such call; `key` holds its id."""
         if call_id not in self._calls:
+            field = f"{self.place}.{key}"
             raise InvalidRequestError(f"{field}: there is no call {call_id!r} before its result", field=field)
         self._add({"role": "tool", "tool_call_id": call_id, "content": content})
 
@@ -64,4 +72,5 @@ class Turns:
 
     def _add(self, message: dict[str, Any]) -> None:
         self._messages.append(message)
+        self._places.append(self.place)
         self._open = None

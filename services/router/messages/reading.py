@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, WithJsonSchema
 
 from engine_core.types.errors import InvalidRequestError
-from services.router.chat_schema import ChatMessage
 from services.router.fields import Strict
 from services.router.json_body import short
 from services.router.turns import Turns
@@ -73,10 +72,11 @@ def _is_text(block: Any) -> bool:
     return isinstance(block, dict) and block.get("type") == "text" and isinstance(block.get("text"), str)
 
 
-def read_messages(system: str, given: Sequence[MessageParam]) -> list[ChatMessage]:
-    """The messages, the system's first. Raises InvalidRequestError that names the block at fault."""
+def read_messages(system: str, given: Sequence[MessageParam]) -> Turns:
+    """The conversation, the system's message first. Raises InvalidRequestError that names the block at fault."""
     turns = Turns()
     if system:
+        turns.place = "system"
         turns.message("system", system)
     for i, message in enumerate(given):
         place = f"messages[{i}].content"
@@ -89,10 +89,9 @@ def read_messages(system: str, given: Sequence[MessageParam]) -> list[ChatMessag
             _read_assistant(turns, blocks, place)
         else:
             _read_other(turns, message.role, blocks, place)
-    messages = turns.messages()
-    if not messages:
+    if not turns.messages():
         raise InvalidRequestError("messages: hold nothing", field="messages")
-    return messages
+    return turns
 
 
 def _block(block: Any, place: str) -> dict[str, Any]:
@@ -103,6 +102,7 @@ def _block(block: Any, place: str) -> dict[str, Any]:
 
 def _read_assistant(turns: Turns, blocks: Sequence[Mapping[str, Any]], place: str) -> None:
     texts: list[str] = []
+    turns.place = place.removesuffix(".content")
 
     def say() -> None:
         if texts:
@@ -141,7 +141,7 @@ def _read_other(turns: Turns, role: str, blocks: Sequence[Mapping[str, Any]], pl
             texts.clear()
 
     for k, block in enumerate(blocks):
-        here = f"{place}[{k}]"
+        turns.place = here = f"{place}[{k}]"
         match block.get("type"):
             case "text":
                 texts.append(_string(block, "text", here))
@@ -155,7 +155,7 @@ def _read_other(turns: Turns, role: str, blocks: Sequence[Mapping[str, Any]], pl
                             kind = part.get("type") if isinstance(part, dict) else part
                             raise _unknown(kind, f"{here}.content[{m}]", "text")
                     content = "\n".join(part["text"] for part in inner)
-                turns.result(_string(block, "tool_use_id", here), content, f"{here}.tool_use_id")
+                turns.result(_string(block, "tool_use_id", here), content, "tool_use_id")
             case kind:
                 raise _unknown(kind, here, "text and tool_result" if role == "user" else "text")
     say()

@@ -8,12 +8,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from services.router.answer import answer
+from services.router.client_names import client_names
 from services.router.front import Front
 from services.router.http import json_response, read_body
 from services.router.messages.reply import MessageReply
-from services.router.messages.schema import NAMES, REFUSED, CountTokensRequest, MessagesRequest
+from services.router.messages.schema import REFUSED, CountTokensRequest, MessagesRequest
 from services.router.openai_schema import parse_request
-from services.router.prepare import client_names, prepare_chat
+from services.router.prepare import prepare_chat
 from services.router.routes_openai import body_of
 
 
@@ -26,8 +27,9 @@ def messages_routes(front: Front) -> APIRouter:
         """Answers a conversation."""
         arrival = time.monotonic()
         asked = parse_request(MessagesRequest, await read_body(request, front.config.max_body_bytes), REFUSED)
-        with client_names(NAMES):
-            prepared = await prepare_chat(front, request, asked.chat(), arrival, NAMES)
+        chat, names = asked.chat()
+        with client_names(names):
+            prepared = await prepare_chat(front, request, chat, arrival, names)
             reply = MessageReply(prepared, asked)
             return await answer(front, request, prepared.submission, reply, reply.fail)
 
@@ -36,8 +38,9 @@ def messages_routes(front: Front) -> APIRouter:
         """Counts the tokens of the prompt that a conversation becomes."""
         asked = parse_request(CountTokensRequest, await read_body(request, front.config.max_body_bytes), REFUSED)
         front.check_model(asked.model)
-        with client_names(NAMES):
-            text = await front.render_chat(asked.chat().chat())
+        chat, names = asked.chat()
+        with client_names(names):
+            text = await front.render_chat(chat.chat())
         ids = await front.tokenizer.encode_async(text, add_special_tokens=False)
         return json_response({"input_tokens": len(ids)})
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from services.router.chat_schema import FUNCTION_NAME, MAX_TOOLS, ChatRequest, ObjectSchema, Tool
+from services.router.chat_schema import FUNCTION_NAME, MAX_TOOLS, ChatMessage, ChatRequest, ObjectSchema, Tool
+from services.router.client_names import client_names
 from services.router.fields import MAX_INT, StopStrings, Strict
 from services.router.messages.reading import BLOCKS_SCHEMA, MessageParam, read_messages, system_text
 from services.router.sampling_schema import (
@@ -120,14 +121,15 @@ class CountTokensRequest(Strict):
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def chat(self) -> ChatRequest:
-        """The chat that this asks for. Raises InvalidRequestError."""
-        asked = ChatRequest.model_construct(**self._values())
-        asked.check()
-        return asked
+    def chat(self) -> tuple[ChatRequest, Mapping[str, str]]:
+        """The chat that this asks for, and what its fields are called here. Raises InvalidRequestError."""
+        turns = read_messages(self.system, self.messages)
+        asked = ChatRequest.model_construct(**self._values(turns.messages()))
+        with client_names(NAMES):
+            asked.check()
+        return asked, {**NAMES, **turns.names()}
 
-    def _values(self) -> dict[str, Any]:
-        messages = read_messages(self.system, self.messages)
+    def _values(self, messages: list[ChatMessage]) -> dict[str, Any]:
         goes_on = messages[-1].role == "assistant"
         choice = self.tool_choice
         named = None if choice is None else _CHOICES.get(choice.type, f"function:{choice.name}")
@@ -166,11 +168,11 @@ class MessagesRequest(DrawingRequest, CountTokensRequest):
     stop_sequences: StopStrings = ()
     metadata: Metadata | None = None  # type: ignore[assignment]
 
-    def _values(self) -> dict[str, Any]:
+    def _values(self, messages: list[ChatMessage]) -> dict[str, Any]:
         shared = {name: getattr(self, name) for name in DrawingRequest.model_fields}
         return {
             **shared,
-            **super()._values(),
+            **super()._values(messages),
             "metadata": None,
             "user": (self.metadata and self.metadata.user_id) or self.user,
             "max_completion_tokens": self.max_tokens,

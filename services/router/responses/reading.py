@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine_core.types.errors import InvalidRequestError
-from services.router.chat_schema import ChatMessage
 from services.router.json_body import short
 from services.router.turns import Turns
 
@@ -47,23 +46,24 @@ CONTENT_SCHEMA = {
 """For /openapi.json."""
 
 
-def read_items(given: str | list[Any], instructions: str | None) -> list[ChatMessage]:
-    """The messages, `instructions` first as the system's. Raises InvalidRequestError that names the item."""
+def read_items(given: str | list[Any], instructions: str | None) -> Turns:
+    """The conversation, `instructions` first as the system's. Raises InvalidRequestError that names the item."""
     turns = Turns()
     if instructions:
+        turns.place = "instructions"
         turns.message("system", instructions)
     if isinstance(given, str):
+        turns.place = "input"
         turns.message("user", given)
-        return turns.messages()
+        return turns
     for i, item in enumerate(given):
-        place = f"input[{i}]"
+        turns.place = place = f"input[{i}]"
         if not isinstance(item, dict):
             raise InvalidRequestError(f"{place}: {short(item)} is not an item, which is an object", field=place)
         _read_item(turns, {key: value for key, value in item.items() if value is not None}, place)
-    messages = turns.messages()
-    if len(messages) == bool(instructions):
+    if len(turns.messages()) == bool(instructions):
         raise InvalidRequestError("input: holds no message", field="input")
-    return messages
+    return turns
 
 
 def _read_item(turns: Turns, item: Mapping[str, Any], place: str) -> None:
@@ -88,7 +88,7 @@ def _read_item(turns: Turns, item: Mapping[str, Any], place: str) -> None:
             turns.call(_string(item, "call_id", place), name, arguments)
         case "function_call_output":
             output = _text(item.get("output"), f"{place}.output")
-            turns.result(_string(item, "call_id", place), output, f"{place}.call_id")
+            turns.result(_string(item, "call_id", place), output, "call_id")
         case "item_reference":
             message = f"{place}: nothing is stored here that item_reference could mean; send the item itself"
             raise InvalidRequestError(message, field=place)

@@ -9,12 +9,13 @@ from starlette.responses import Response
 
 from engine_core.types.errors import NotFoundError
 from services.router.answer import answer
+from services.router.client_names import client_names
 from services.router.front import Front
 from services.router.http import read_body
 from services.router.openai_schema import parse_request
-from services.router.prepare import client_names, prepare_chat
+from services.router.prepare import prepare_chat
 from services.router.responses.reply import ResponseReply
-from services.router.responses.schema import NAMES, REFUSED, ResponsesRequest
+from services.router.responses.schema import REFUSED, ResponsesRequest
 from services.router.routes_openai import body_of
 
 
@@ -27,8 +28,9 @@ def responses_routes(front: Front) -> APIRouter:
         """Answers an input of text or items."""
         arrival = time.monotonic()
         asked = parse_request(ResponsesRequest, await read_body(request, front.config.max_body_bytes), REFUSED)
-        with client_names(NAMES):
-            prepared = await prepare_chat(front, request, asked.chat(), arrival, NAMES)
+        chat, names = asked.chat()
+        with client_names(names):
+            prepared = await prepare_chat(front, request, chat, arrival, names)
             reply = ResponseReply(prepared, asked)
             return await answer(front, request, prepared.submission, reply, reply.fail)
 

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from engine_core.types.errors import InvalidRequestError
 from services.router.chat_schema import FUNCTION_NAME, MAX_TOOLS, ChatRequest, ObjectSchema, Tool
+from services.router.client_names import client_names
 from services.router.fields import MAX_INT, StopStrings, Strict
 from services.router.responses.reading import CONTENT_SCHEMA, read_items
 from services.router.sampling_schema import (
@@ -156,7 +157,7 @@ _CHOICE_SCHEMA = {
 
 def _input(value: Any) -> Any:
     """Text, or a list of items; these are read when all else is known to be right."""
-    if isinstance(value, str) or (isinstance(value, list) and value):
+    if isinstance(value, str | list) and value:
         return value
     raise ValueError("must be text or a list of items, and not empty")
 
@@ -187,9 +188,10 @@ class ResponsesRequest(DrawingRequest):
         """Whether the text's log probabilities are wanted."""
         return LOGPROBS in (self.include or ())
 
-    def chat(self) -> ChatRequest:
-        """The chat that this asks for. Raises InvalidRequestError that names the item at fault, or fields that
-        contradict each other."""
+    def chat(self) -> tuple[ChatRequest, Mapping[str, str]]:
+        """The chat that this asks for, and what its fields are called here. Raises InvalidRequestError that names the
+        item at fault, or fields that contradict each other."""
+        turns = read_items(self.input, self.instructions)
         tools, choice = self.tools or [], self.tool_choice
         if isinstance(choice, dict) and choice["type"] == "allowed_tools":
             allowed = {tool["name"] for tool in choice["tools"]}
@@ -206,7 +208,7 @@ class ResponsesRequest(DrawingRequest):
                 **shared,
                 "model": self.model,
                 "user": self.safety_identifier or self.user,
-                "messages": read_items(self.input, self.instructions),
+                "messages": turns.messages(),
                 "max_completion_tokens": self.max_output_tokens,
                 "stop": self.stop,
                 "logprobs": self.logprobs,
@@ -219,8 +221,9 @@ class ResponsesRequest(DrawingRequest):
                 "chat_template_kwargs": self.chat_template_kwargs,
             }
         )
-        asked.check()
-        return asked
+        with client_names(NAMES):
+            asked.check()
+        return asked, {**NAMES, **turns.names()}
 
     def _format(self) -> ResponseFormat | None:
         wanted = None if self.text is None else self.text.format

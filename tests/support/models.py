@@ -38,7 +38,8 @@ def demo_model() -> Path:
 
 
 def with_special_tokens(model: Path, names: Sequence[str], folder: Path) -> dict[str, int]:
-    """Makes `folder` the same tiny model with further special tokens, in the place of its merges; returns the ids of all tokens."""
+    """Makes `folder` the same tiny model with further special tokens, in the place of its merges; returns the ids of
+    all tokens."""
     shutil.copytree(model, folder)
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text(encoding="utf-8"))

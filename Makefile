@@ -11,7 +11,7 @@ TORCH_THERE := $(VENV)/.torch-stamp
 RUNTIME := $(VENV)/.runtime-stamp
 DEV := $(VENV)/.dev-stamp
 # Programs that only tests call, as Debian package=command. Installed when absent; `make serve` needs none of them.
-APT_TEST_PACKAGES ?= systemd=systemd-analyze prometheus=promtool chromium=chromium openssl=openssl
+APT_TEST_PACKAGES ?= systemd=systemd-analyze prometheus=promtool chromium=chromium openssl=openssl curl=curl
 APT := $(VENV)/.apt-stamp
 DEPLOY_TOOLS := $(VENV)/.deploy-stamp
 BENCH := $(VENV)/.bench-stamp

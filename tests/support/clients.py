@@ -89,15 +89,16 @@ async def run(command: Sequence[str], folder: Path, within: float, **variables: 
     return Ended(process.returncode or 0, out.read_text(errors="replace"), err.read_text(errors="replace"))
 
 
-def greedy_model(model: Path, folder: Path) -> Path:
-    """The same model, which is greedy where a client says nothing: what clients get is then the same each time."""
+def greedy_model(model: Path, folder: Path, **generation: Any) -> Path:
+    """The same model, which is greedy where a client says nothing: what clients get is then the same each time.
+    `generation` changes its generation_config.json further."""
     folder.mkdir()
     for file in model.iterdir():
         (folder / file.name).symlink_to(file)
     path = folder / "generation_config.json"
-    generation = json.loads(path.read_text(encoding="utf-8"))
+    was = json.loads(path.read_text(encoding="utf-8"))
     path.unlink()
-    path.write_text(json.dumps({**generation, "temperature": 0.0}), encoding="utf-8")
+    path.write_text(json.dumps({**was, "temperature": 0.0, **generation}), encoding="utf-8")
     return folder
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from engine_core.execution.masks import Masks
 from engine_core.grammar.cache import Compiled, GrammarCache
+from engine_core.grammar.compiler import FALSE_END, is_false_end
 from engine_core.scheduler.step import ScheduledSequence, StepPlan
 from engine_core.types.errors import InvalidRequestError
 from engine_core.types.ids import SessionId
@@ -120,7 +121,7 @@ class _Hands:
     def _work(self, grammars: GrammarCache, words: int, jobs: list[_Job]) -> _Result:
         problems: dict[int, str] = {}
         ready: list[tuple[llguidance.LLMatcher, int]] = []
-        width = words
+        width, ends = words, list[int]()
         for index, _, state, new in jobs:
             try:
                 if state.compiled is None:
@@ -131,6 +132,7 @@ class _Hands:
                 problems[index] = exc.message
                 continue
             vocabulary = state.compiled.vocabulary
+            ends = [end for end in vocabulary.eos_tokens if end < 32 * words]
             refused = _consume(state.matcher, new, vocabulary.eos_tokens)
             if refused:
                 problems[index] = refused
@@ -148,6 +150,8 @@ class _Hands:
                 problems[index] = f"the grammar can't be followed: {_reason(matcher)}"
             elif not mask.any() or (matcher.is_stopped() and not matcher.is_accepting()):
                 problems[index] = "the grammar allows no token here"
+            elif is_false_end(matcher, [end for end in ends if mask[end // 32] >> end % 32 & 1]):
+                problems[index] = FALSE_END
             else:
                 masks[index] = mask
         return masks, problems, [session for index, session, _, _ in jobs if index in problems]

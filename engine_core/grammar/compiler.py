@@ -29,6 +29,8 @@ STACK_BYTES = 512 * 1024 * 1024
 ITEM_SEPARATOR, KEY_SEPARATOR = ", ?", ": ?"
 """Between the parts of JSON, as patterns: nothing else there is whitespace."""
 
+FALSE_END = "the grammar spells out a token that ends outputs; that can't be written as text"
+
 _TRIAL_TOKENS = 12
 _MESSAGE_CHARS = 400
 
@@ -112,11 +114,20 @@ def try_out(vocabulary: llguidance.LLTokenizer, matcher: llguidance.LLMatcher) -
             raise _refused("nothing matches the grammar")
         if copy.is_stopped():
             return
-        going_on = allowed[~np.isin(allowed, vocabulary.eos_tokens)]
+        ends = np.isin(allowed, vocabulary.eos_tokens)
+        if is_false_end(copy, allowed[ends].tolist()):
+            raise _refused(FALSE_END)
+        going_on = allowed[~ends]
         if not going_on.size:
             return
         if not copy.consume_token(int(going_on[step % going_on.size])):
             raise _refused(_short(copy.get_error()))
+
+
+def is_false_end(matcher: llguidance.LLMatcher, ends: Sequence[int]) -> bool:
+    """True when the matcher allows `ends`, tokens that end an output, where its grammar does not end: text that has to
+    come is tokenised, and the spelling of a special token becomes that token."""
+    return bool(ends) and not matcher.is_accepting() and not matcher.deep_copy().consume_token(ends[0])
 
 
 def tokens_of(bits: bytes) -> npt.NDArray[np.int64]:

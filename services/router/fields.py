@@ -136,6 +136,7 @@ def _arguments(value: Any) -> Any:
         raise ValueError("must be text that holds a JSON object")
     try:
         found = json.loads(value)
+        json.dumps(found, ensure_ascii=False).encode()  # no half of a surrogate pair, which no tokenizer takes
     except (ValueError, RecursionError):  # a model may have written it
         return value
     return found if isinstance(found, dict) else value

@@ -22,6 +22,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from engine_core.grammar.compiler import ITEM_SEPARATOR, KEY_SEPARATOR
 from engine_core.types.errors import InvalidRequestError
 from engine_core.types.sampling import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
+from services.router.exact_schema import exact_schema
 
 _OPTIONS = "x-guidance"
 _MAX_GBNF_BYTES = 16 * 1024
@@ -46,7 +47,7 @@ def json_schema(schema: Any, field: str, *, strict: bool = True) -> Grammar:
     schema = {} if schema is True else schema
     if not isinstance(schema, Mapping):
         raise InvalidRequestError(f"{field}: a JSON schema must be an object", field=field)
-    cleaned = {key: value for key, value in schema.items() if key != _OPTIONS}
+    cleaned = {key: value for key, value in exact_schema(schema, field).items() if key != _OPTIONS}
     if not strict:
         cleaned[_OPTIONS] = {"lenient": True}
     return _grammar(GrammarKind.JSON_SCHEMA, json.dumps(cleaned, ensure_ascii=False), field)
@@ -105,7 +106,7 @@ def json_in_lark(schema: Mapping[str, Any], *, strict: bool = True) -> str:
         "key_separator": KEY_SEPARATOR,
         **({} if strict else {"lenient": True}),
     }
-    return "%json " + json.dumps({**schema, _OPTIONS: options}, ensure_ascii=False)
+    return "%json " + json.dumps({**exact_schema(schema, "tools"), _OPTIONS: options}, ensure_ascii=False)
 
 
 def _tag(structure: Mapping[str, Any], triggers: Sequence[str], field: str) -> StructTag:

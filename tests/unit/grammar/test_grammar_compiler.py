@@ -125,6 +125,22 @@ def test_special_tokens_stand_in_grammars_by_name() -> None:
     assert list(tokens_of(matcher.compute_bitmask())) == [IM_START]
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar(GrammarKind.REGEX, r"a<\|im_end\|>b"),
+        Grammar(GrammarKind.REGEX, r"<\|endoftext\|>"),
+        Grammar(GrammarKind.JSON_SCHEMA, '{"const":"<|im_end|>"}'),
+        Grammar(GrammarKind.LARK, 'start: "a<|im_end|>"'),
+    ],
+)
+def test_the_spelling_of_an_end_is_refused_and_the_end_itself_is_not(grammar: Grammar) -> None:
+    with pytest.raises(InvalidRequestError, match="spells out a token that ends outputs"):
+        try_out(vocabulary(), compile_grammar(vocabulary(), grammar))
+    try_out(vocabulary(), compile_grammar(vocabulary(), Grammar(GrammarKind.LARK, 'start: "a" <|im_end|>')))
+    try_out(vocabulary(), compile_grammar(vocabulary(), Grammar(GrammarKind.REGEX, "a<?")))
+
+
 def test_a_model_with_more_logits_than_tokens_has_masks_for_all() -> None:
     wide = load_vocabulary(tiny_model(), (IM_END,), 400)
     assert wide.vocab_size == 400

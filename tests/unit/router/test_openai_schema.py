@@ -344,12 +344,12 @@ def test_past_calls_have_their_arguments_as_objects() -> None:
     def call(arguments: Any) -> dict[str, Any]:
         return {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
 
-    told = ('{"a": null}', '{"a": [1]}', "", None, "no json", {"b": None})
+    told = ('{"a": null}', '{"a": [1]}', "", None, "no json", {"b": None}, r'{"c": "\ud800"}')
     messages = [*USER, {"role": "assistant", "content": None, "tool_calls": [call(a) for a in told]}]
     (_, message) = chat(messages=messages).chat().messages
     assert message["content"] == ""
     read = [c["function"]["arguments"] for c in message["tool_calls"]]
-    assert read == [{"a": None}, {"a": [1]}, {}, {}, "no json", {"b": None}]
+    assert read == [{"a": None}, {"a": [1]}, {}, {}, "no json", {"b": None}, r'{"c": "\ud800"}']
 
 
 def test_what_the_template_is_told_beside_the_messages() -> None:

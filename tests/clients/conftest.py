@@ -64,7 +64,7 @@ async def clients(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cli
     keys.write_text(KEY)
     model = greedy_model(demo_model(), folder / "SmolLM2-135M-Instruct")
     # What one request may be long is bounded by the pools.
-    options = {"kv_tokens": 2048, "threads": 2, "max_batch_tokens": 512}
+    options = {"kv_tokens": 1536, "threads": 2, "max_batch_tokens": 512}
     narrow = {"api_key_file": str(keys), "max_in_flight": 1, "max_queued": 0}
     async with Mesh(model, routers=2, options=options, overrides={"router-1": narrow}) as mesh, Asker(mesh) as asker:
         yield Clients(mesh, asker, model, folder)

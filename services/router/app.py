@@ -71,7 +71,12 @@ def make_app(front: Front, keys: ApiKeys) -> FastAPI:
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = describe(app, keys_required=keys.required, vocab_size=front.model.vocab_size)
+            app.openapi_schema = describe(
+                app,
+                keys_required=keys.required,
+                vocab_size=front.model.vocab_size,
+                names=front.model.names,
+            )
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]

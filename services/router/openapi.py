@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -84,8 +85,8 @@ _OF_MODELS = (404,)
 _OF_WORK = (429, 500, 503, 504)
 
 
-def describe(app: FastAPI, *, keys_required: bool, vocab_size: int) -> dict[str, Any]:
-    """The document for this application's routes, with a model of so many tokens."""
+def describe(app: FastAPI, *, keys_required: bool, vocab_size: int, names: Sequence[str]) -> dict[str, Any]:
+    """The document for this application's routes, with a model of so many tokens that is served under these names."""
     schema = get_openapi(
         title=app.title,
         version=app.version,
@@ -93,7 +94,7 @@ def describe(app: FastAPI, *, keys_required: bool, vocab_size: int) -> dict[str,
         description="OpenAI's API, and what pdmesh serves beside it. Unknown fields are ignored; null is as absent.",
     )
     parts = schema.setdefault("components", {})
-    parts["schemas"] = _models(vocab_size)
+    parts["schemas"] = _models(vocab_size, names)
     parts["securitySchemes"] = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -105,7 +106,7 @@ def describe(app: FastAPI, *, keys_required: bool, vocab_size: int) -> dict[str,
     return schema
 
 
-def _models(vocab_size: int) -> dict[str, Any]:
+def _models(vocab_size: int, names: Sequence[str]) -> dict[str, Any]:
     asked = [(kind, "validation") for kind in _REQUESTS]
     answered = [(kind, "serialization") for kind in {*_REPLIES.values(), replies.ErrorBody, MessagesError}]
     _, found = models_json_schema([*asked, *answered], ref_template=_REF)  # type: ignore[list-item]
@@ -117,6 +118,10 @@ def _models(vocab_size: int) -> dict[str, Any]:
             models[model]["anyOf"] = [{"required": [field]} for field in (*fields, "sampling_params")]
     for model in ("CompletionRequest", "GenerateRequest"):  # some load generators send the chat API's
         models[model]["properties"]["logprobs"]["anyOf"].append({"type": "boolean"})
+    served = {"type": "string", "enum": list(dict.fromkeys((*names, "default")))}
+    for kind in _REQUESTS:
+        required = "model" in models[kind.__name__].get("required", ())
+        models[kind.__name__]["properties"]["model"] = served if required else {"anyOf": [served, {"type": "null"}]}
     models["TokenizeRequest"]["anyOf"] = [{"required": ["prompt"]}, {"required": ["messages"]}]
     return models
 

@@ -149,12 +149,14 @@ def _read_other(turns: Turns, role: str, blocks: Sequence[Mapping[str, Any]], pl
                 say()
                 content = block.get("content", "")
                 if not isinstance(content, str):
-                    inner = content if isinstance(content, list) else [content]
-                    for m, part in enumerate(inner):
+                    if not isinstance(content, list):
+                        message = f"{here}.content: must be text or a list of blocks, got {short(content)}"
+                        raise InvalidRequestError(message, field=f"{here}.content")
+                    for m, part in enumerate(content):
                         if not _is_text(part):
                             kind = part.get("type") if isinstance(part, dict) else part
                             raise _unknown(kind, f"{here}.content[{m}]", "text")
-                    content = "\n".join(part["text"] for part in inner)
+                    content = "\n".join(part["text"] for part in content)
                 turns.result(_string(block, "tool_use_id", here), content, "tool_use_id")
             case kind:
                 raise _unknown(kind, here, "text and tool_result" if role == "user" else "text")

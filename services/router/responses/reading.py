@@ -16,28 +16,38 @@ from services.router.turns import Turns
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-_PART_SCHEMA = {
-    "type": "object",
-    "properties": {"type": {"enum": ["input_text", "output_text", "text"]}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-_TEXT_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}]}
+_PARTS: list[dict[str, Any]] = [
+    {
+        "type": "object",
+        "properties": {"type": {"enum": list(_TEXTS)}, "text": {"type": "string"}},
+        "required": ["type", "text"],
+    },
+    {
+        "type": "object",
+        "properties": {"type": {"enum": ["refusal"]}, "refusal": {"type": "string"}},
+        "required": ["type", "refusal"],
+    },
+]
+_PARTS_SCHEMA: dict[str, Any] = {"type": "array", "items": {"anyOf": _PARTS}}
+_TEXT_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "string"}, _PARTS_SCHEMA]}
 
 
-def _item_schema(kind: str | None, required: list[str], **properties: Any) -> dict[str, Any]:
-    known = {} if kind is None else {"type": {"enum": [kind]}}
-    needed = required if kind in (None, "message") else ["type", *required]
-    return {"type": "object", "properties": {**known, **properties}, "required": needed}
+def _item_schema(kind: str, required: list[str], **properties: Any) -> dict[str, Any]:
+    """A message may leave its type out."""
+    message = kind == "message"
+    known = {"type": {"enum": [kind, None] if message else [kind]}, **properties}
+    return {"type": "object", "properties": known, "required": required if message else ["type", *required]}
 
 
 _STRING = {"type": "string"}
+_OPTIONAL = {"anyOf": [_PARTS_SCHEMA, {"type": "null"}]}
 _ITEM_SCHEMA = {
     "anyOf": [
         _item_schema("message", ["role", "content"], role={"enum": list(_ROLES)}, content=_TEXT_SCHEMA),
         _item_schema("function_call", ["call_id", "name", "arguments"], call_id=_STRING, name=_STRING,
                      arguments=_STRING),
         _item_schema("function_call_output", ["call_id", "output"], call_id=_STRING, output=_TEXT_SCHEMA),
-        _item_schema("reasoning", [], content={"anyOf": [{"type": "array", "items": _PART_SCHEMA}, {"type": "null"}]}),
+        _item_schema("reasoning", [], content=_OPTIONAL, summary=_OPTIONAL),
     ]
 }  # fmt: skip
 CONTENT_SCHEMA = {
@@ -79,8 +89,9 @@ def _read_item(turns: Turns, item: Mapping[str, Any], place: str) -> None:
             else:
                 turns.message(role, text)
         case "reasoning":
-            text = "".join(_texts(item.get("content") or [], f"{place}.content"))
-            text = text or "\n\n".join(_texts(item.get("summary") or [], f"{place}.summary"))
+            text = "".join(_texts(item.get("content", []), f"{place}.content"))
+            summary = "\n\n".join(_texts(item.get("summary", []), f"{place}.summary"))
+            text = text or summary
             if text:
                 turns.think(text)
         case "function_call":

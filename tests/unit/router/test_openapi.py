@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -71,6 +72,9 @@ async def test_answers_have_the_shapes_that_it_tells_of() -> None:
         assert set(document["paths"]) == {path for _, path, _, _ in asked} | more
         ids = document["components"]["schemas"]["DetokenizeRequest"]["properties"]["tokens"]
         assert ids["items"]["maximum"] == 324
+        served = {"type": "string", "enum": [Path(router.model).name, "default"]}
+        for kind, described in (("ResponsesRequest", served), ("ChatRequest", {"anyOf": [served, {"type": "null"}]})):
+            assert document["components"]["schemas"][kind]["properties"]["model"] == described
 
 
 async def test_whether_keys_are_needed_is_told() -> None:

@@ -59,8 +59,15 @@ def _optional_ids(value: Any) -> tuple[int, ...]:
     return () if value is None else token_ids(value, "the list")
 
 
+def _from_digits(value: Any) -> Any:
+    """The number where `value` is one, below 10**9, as JSON writes keys; else the value itself."""
+    plain = isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 10
+    return int(value) if plain and str(int(value)) == value else value
+
+
 def _stop_ids(value: Any) -> tuple[int, ...]:
-    found = _optional_ids(value)
+    """Token ids, or those in digits: EvalScope sends them so."""
+    found = _optional_ids([_from_digits(item) for item in value] if isinstance(value, list) else value)
     if len(found) > MAX_STOP_IDS:
         raise ValueError(f"holds {len(found)} tokens; there may be {MAX_STOP_IDS}")
     return tuple(dict.fromkeys(found))
@@ -94,12 +101,12 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
         raise ValueError(f"holds {len(value)} tokens; there may be {MAX_BIASES}")
     found = []
     for key, bias in value.items():
-        plain = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 11
-        if not plain or str(int(key)) != key or not is_id(int(key)):
+        token = _from_digits(key)
+        if not is_id(token):
             raise ValueError(f"{short(key)} is not a token id")
         if not is_number(bias) or not -BIAS_LIMIT <= bias <= BIAS_LIMIT:
             raise ValueError(f"{key}: {short(bias)} is not a number from -{BIAS_LIMIT:g} to {BIAS_LIMIT:g}")
-        found.append((int(key), float(bias)))
+        found.append((token, float(bias)))
     return tuple(found)
 
 
@@ -153,6 +160,8 @@ _PROMPT_SCHEMA = {
         {"type": "array", "items": {**_TOKENS, "minItems": 1}, "minItems": 1},
     ]
 }
+_DIGITS = "^(0|[1-9][0-9]{0,8})$"
+_STOP_ID_SCHEMA = {"anyOf": [_TOKENS["items"], {"type": "string", "pattern": _DIGITS}]}
 _STOP_SCHEMA = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": MAX_STOP_STRINGS}, _NULL]}
 _PART_SCHEMA = {
     "type": "object",
@@ -165,7 +174,7 @@ _BIAS_SCHEMA = {
     "anyOf": [
         {
             "type": "object",
-            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"},
+            "propertyNames": {"pattern": _DIGITS},
             "additionalProperties": {"type": "number", "minimum": -BIAS_LIMIT, "maximum": BIAS_LIMIT},
             "maxProperties": MAX_BIASES,
         },
@@ -179,7 +188,7 @@ OptionalIds = Annotated[tuple[int, ...], BeforeValidator(_optional_ids), WithJso
 StopIds = Annotated[
     tuple[int, ...],
     BeforeValidator(_stop_ids),
-    WithJsonSchema({"anyOf": [{**_TOKENS, "maxItems": MAX_STOP_IDS}, _NULL]}),
+    WithJsonSchema({"anyOf": [{**_TOKENS, "items": _STOP_ID_SCHEMA, "maxItems": MAX_STOP_IDS}, _NULL]}),
 ]
 Ids = Annotated[tuple[int, ...], BeforeValidator(lambda v: token_ids(v, "the list")), WithJsonSchema(_TOKENS)]
 LogitBias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(_logit_bias), WithJsonSchema(_BIAS_SCHEMA)]

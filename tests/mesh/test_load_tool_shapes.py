@@ -79,7 +79,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "prompt": list(random_prompt(20, 3)), "max_tokens": OUTPUT, "min_tokens": OUTPUT, "top_k": 5,
             "top_p": 0.9, "temperature": 0.7, "repetition_penalty": 1.1, "frequency_penalty": 0.1,
-            "stop_token_ids": [7], "seed": 42, "n": 1, "logprobs": True, "stream": True, "ignore_eos": True,
+            "stop_token_ids": ["7"], "seed": 42, "n": 1, "logprobs": True, "stream": True, "ignore_eos": True,
             "stream_options": {"include_usage": True},
         },
     ),

@@ -83,6 +83,9 @@ def test_wrong_prompts(prompt: Any) -> None:
         ("stop", 5),
         ("stop", [1]),
         ("stop_token_ids", [-1]),
+        ("stop_token_ids", ["07"]),
+        ("stop_token_ids", ["²"]),
+        ("stop_token_ids", ["9999999999"]),
         ("stop_token_ids", "a"),
         ("stream", "yes"),
         ("stream_options", {"include_usage": True}),
@@ -200,6 +203,10 @@ def test_wrong_messages(messages: Any, field: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         chat(messages=messages)
     assert caught.value.field == field
+
+
+def test_stop_tokens_may_be_written_in_digits() -> None:
+    assert completion(prompt="x", stop_token_ids=[7, "7", "0", 3]).stop_token_ids == (7, 0, 3)
 
 
 def test_a_missing_prompt_is_named() -> None:

@@ -124,7 +124,11 @@ async def test_prefill_streams_out_of_order(small_mesh: Mesh, raw: Raw) -> None:
         ([raw.open(link_id=0)], GONE, "LINK_DOWN"),
         ([raw.open(link_id=-1)], GONE, "LINK_DOWN"),
         ([raw.open(request=raw.request(prompt_token_ids=[VOCABULARY]), **alone)], INVALID, "prompt_token_ids"),
-        ([raw.open(request=raw.request(sampling=sampling(grammar={"kind": 2, "text": "("})))], INVALID, "grammar"),
+        (
+            [raw.open(request=raw.request(sampling=sampling(grammar={"kind": 2, "text": "("})), **alone)],
+            INVALID,
+            "grammar",
+        ),
         ([raw.open(), raw.open()], INVALID, "open"),
         ([raw.open()], INVALID, "ticket"),
         ([raw.open(), prefill_service_pb2.PrefillRequest()], INVALID, "empty"),

@@ -25,7 +25,7 @@ from services.runtime.tasks import TaskOwner
 log = logging.getLogger(__name__)
 
 _CHILDREN = 2
-_MAX_WAITING = 64
+_MAX_WAITING = 512
 _MAX_KEPT = 1024
 _MAX_KEPT_BYTES = 16 * 1024 * 1024
 _SECONDS = 60.0

@@ -171,9 +171,9 @@ def as_pdmesh_error(exc: BaseException) -> PdmeshError:
 
 
 async def read_body(request: Request, limit: int, stall: float = BODY_STALL_SECONDS) -> bytes:
-    """Reads the body. Raises NotJsonError when it is declared as anything but JSON (a missing declaration passes),
-    BodyTooLargeError beyond `limit` bytes, CancelledSessionError on disconnect, BodyStalledError when nothing more
-    comes for `stall` seconds, or not all of it within BODY_SECONDS."""
+    """Reads the body. Raises NotJsonError when it is declared as anything but JSON (a missing declaration passes) or
+    as compressed, BodyTooLargeError beyond `limit` bytes, CancelledSessionError on disconnect, BodyStalledError
+    when nothing more comes for `stall` seconds, or not all of it within BODY_SECONDS."""
     chunks: list[bytes] = []
     size = 0
     _check_announced(request, limit)
@@ -202,6 +202,11 @@ async def read_body(request: Request, limit: int, stall: float = BODY_STALL_SECO
     declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if declared and declared != "application/json" and not declared.endswith("+json"):
         raise NotJsonError(f"content-type: {short(declared)} is not application/json", field="content-type")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise NotJsonError(
+            f"content-encoding: {short(coding)} is not read here; send it as it is", field="content-encoding"
+        )
     return b"".join(chunks)
 
 

@@ -89,6 +89,9 @@ async def test_bad_chats_and_bodies() -> None:
             if status == 415:
                 error = error_of(response)
                 assert (error["param"], error["code"]) == ("content-type", "unsupported_media_type")
+        packed = {"content-encoding": "gzip"}
+        response = await post("/v1/completions", content=b'{"prompt": "a"}', headers=packed)
+        assert (response.status_code, error_of(response)["param"]) == (415, "content-encoding")
         fake.requests.clear()
         assert error_of(await post("/nowhere"))["code"] == "not_found"
         assert error_of(await router.http.get("/v1/completions"))["code"] == "method_not_allowed"

@@ -161,7 +161,9 @@ def pod_services(ports: Ports, folder: Path, model: Path, where: str = "base") -
     (folder / "mesh" / "token").write_text("of-the-mesh-" * 4)
     (folder / "models" / "model").symlink_to(model)
     for certificate in of_kind(documents, "Certificate"):
-        Files(folder / "tls").certify(Authority(), *certificate["spec"]["dnsNames"])
+        files = Files(folder / "certificates")
+        files.certify(Authority(), *certificate["spec"]["dnsNames"])
+        (folder / "tls").symlink_to(files.cert.parent)
     place.names.update({PORTS[role]: place.ports.get(PORTS[role]) for role in ROLES if role != "bootstrap"})
     services = []
     for workload in sorted(workloads(documents), key=lambda one: one["metadata"]["name"] != "pdmesh-bootstrap"):

@@ -54,11 +54,11 @@ class _Child:
 
     async def ask(self, grammar: Grammar) -> bytes:
         """Its answer; empty when it has ended instead."""
-        self.writer.write(msgspec.json.encode(grammar) + b"\n")
         try:
+            self.writer.write(msgspec.json.encode(grammar) + b"\n")
             await self.writer.drain()
             return await self.reader.readline()
-        except ConnectionError:
+        except (ConnectionError, RuntimeError):  # the latter is uvloop's word for a transport that is closed
             return b""
 
     async def death(self) -> int:
@@ -125,7 +125,7 @@ class GrammarCheck:
         return verdict
 
     async def _ask(self, grammar: Grammar) -> Verdict:
-        child = self._idle.pop() if self._idle else await _Child.start(self._directory, self._cpu_seconds)
+        child = await self._child()
         self._all.add(child)
         done = False
         try:
@@ -139,6 +139,16 @@ class GrammarCheck:
                 self._idle.append(child)
             else:
                 await self._end(child)
+
+    async def _child(self) -> _Child:
+        """One that lives: whoever ended while it had nothing to do says nothing of a grammar."""
+        while self._idle:
+            child = self._idle.pop()
+            if child.process.poll() is None:
+                return child
+            log.warning("a child that compiles grammars has ended with code %d while idle", child.process.returncode)
+            await self._end(child)
+        return await _Child.start(self._directory, self._cpu_seconds)
 
     async def _end(self, child: _Child) -> None:
         self._all.discard(child)

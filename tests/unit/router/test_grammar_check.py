@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -87,7 +88,9 @@ async def test_a_child_that_is_killed_is_replaced(checker: GrammarCheck) -> None
         await child.death()
     await checker.check(regex("i"), "guided_regex")  # one that ended while idle is nobody's loss
     (child,) = checker._idle
-    child.process.send_signal(signal.SIGSTOP)
+    process = psutil.Process(child.process.pid)
+    process.suspend()
+    await until(lambda: process.status() == psutil.STATUS_STOPPED, TIMEOUT, lambda: "it does not stop")
     asked = asyncio.ensure_future(checker.check(regex("j"), "guided_regex"))
     await until(lambda: not checker._idle, TIMEOUT, lambda: "nobody took the child")
     child.process.send_signal(signal.SIGKILL)

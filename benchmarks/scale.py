@@ -40,8 +40,8 @@ from engine_core.types.ids import RankCoord
 from engine_core.types.request import Role
 from services.bootstrap.rank_table import RankTable
 from services.config import PlacementPolicy
-from services.router.placement import Placement, Signals, choose
-from services.router.shortlist import Shortlist
+from services.router.routing.placement import Placement, Signals, choose
+from services.router.routing.shortlist import Shortlist
 from services.wire.bootstrap import InstanceSpec, Load, LoadUpdate, RankRow, RowKey, event_to_proto
 from services.worker.roster import Roster
 
@@ -258,7 +258,7 @@ class Simulation:
         self.hold(router, placement.decode.incarnation, self.shape.decode_time)
 
     def choose(self, own: Counter[int], avoid: set[int], broken: set[int]) -> Placement:
-        """As services/router/mesh.py does."""
+        """As services/router/routing/mesh.py does."""
         room, signals = self.rng.getrandbits(62), Signals(own, avoid, broken)
         found = self.listed.choose(
             self.policy,

@@ -11,8 +11,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from engine_core.types.errors import DeadlineError, InvalidRequestError, PdmeshError
-from services.router.front import Front, SinkOf, Submission
-from services.router.http import (
+from services.router.edge.http import (
     EventResponse,
     EventStream,
     RequestTimeoutError,
@@ -24,8 +23,9 @@ from services.router.http import (
     until_disconnect,
     wants_timings,
 )
+from services.router.edge.json_body import short
+from services.router.front import Front, SinkOf, Submission
 from services.router.journey import Delta, SampleResult, Sink
-from services.router.json_body import short
 from services.router.options import GenerationOptions
 from services.router.sampling_schema import MAX_TIMEOUT, SamplingRequest
 

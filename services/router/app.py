@@ -11,10 +11,7 @@ from starlette.responses import Response
 
 from engine_core.types.errors import CancelledSessionError, PdmeshError
 from services.router.console.routes import console_routes
-from services.router.discovery import discovery_routes
-from services.router.edge import KeyGate, Origins, Plain
-from services.router.front import Front
-from services.router.http import (
+from services.router.edge.http import (
     RequestIds,
     anthropic_error,
     as_pdmesh_error,
@@ -23,12 +20,15 @@ from services.router.http import (
     json_response,
     request_id_of,
 )
+from services.router.edge.middleware import KeyGate, Origins, Plain
+from services.router.front import Front
 from services.router.messages.routes import messages_routes
+from services.router.native.routes import native_routes
+from services.router.openai.routes import openai_routes
 from services.router.openapi import describe
+from services.router.ops.discovery import discovery_routes
+from services.router.ops.routes import ops_routes
 from services.router.responses.routes import responses_routes
-from services.router.routes_native import native_routes
-from services.router.routes_openai import openai_routes
-from services.router.routes_ops import ops_routes
 from services.runtime.api_keys import ApiKeys
 
 _COUNTED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"})

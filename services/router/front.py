@@ -26,22 +26,22 @@ from engine_core.types.errors import (
 )
 from engine_core.types.sampling import Grammar
 from services.config import RouterConfig
-from services.router.access import log_access
-from services.router.admission import NO_LIMIT, Admission, Demand, Room, Ticket, room_of
-from services.router.chat_schema import Chat
-from services.router.fields import Prompt
-from services.router.forced import grammar_of, named_grammars
-from services.router.grammar_check import GrammarCheck
-from services.router.http import RequestTimeoutError, as_pdmesh_error, error_status
+from services.router.chat.schema import Chat
+from services.router.edge.access import log_access
+from services.router.edge.fields import Prompt
+from services.router.edge.http import RequestTimeoutError, as_pdmesh_error, error_status
+from services.router.grammar.check import GrammarCheck
+from services.router.grammar.forced import grammar_of, named_grammars
 from services.router.journey import Delta, Journey, SampleResult, SampleSpec, Sink, derive_seed
-from services.router.mesh import Mesh
 from services.router.metrics import RouterMetrics, WorkerFigures
 from services.router.options import GenerationOptions, SamplingDefaults, options_of
 from services.router.parsers.choice import OutputFormat, choose_format
-from services.router.placement import largest_limit
 from services.router.prompt_log import log_answers, log_prompts
+from services.router.routing.admission import NO_LIMIT, Admission, Demand, Room, Ticket, room_of
+from services.router.routing.mesh import Mesh
+from services.router.routing.placement import largest_limit
 from services.router.sampling_schema import SamplingRequest
-from services.router.tokenizer import RouterTokenizer, read_json
+from services.router.text.tokenizer import RouterTokenizer, read_json
 from services.router.trace import Trace, TraceRing
 from services.runtime.tasks import TaskOwner
 

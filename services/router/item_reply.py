@@ -15,10 +15,10 @@ from typing import Any
 import orjson
 
 from engine_core.types.errors import PdmeshError
-from services.router.items import Item, ItemKind, Items, Opened, Step
+from services.router.chat.items import Item, ItemKind, Items, Opened, Step
+from services.router.chat.text_positions import TextPositions
 from services.router.journey import Delta, SampleResult
 from services.router.prepare import PreparedChat
-from services.router.text_positions import TextPositions
 from services.router.token_report import TokenNames, chat_logprobs, check_count
 
 

@@ -48,16 +48,16 @@ from engine_core.types.ids import SessionId, mint_room
 from engine_core.types.request import Finish, FinishReason, GenerateSpec
 from engine_core.types.sampling import SamplingParams, TokenLogprobs
 from pdmesh.decode.v1 import decode_service_pb2, decode_service_pb2_grpc
-from services.router.breaker import faults_of
-from services.router.live import Outcome, Progress
-from services.router.mesh import Mesh, breaker_keys
 from services.router.options import GenerationOptions
-from services.router.output_text import OutputText
-from services.router.placement import Placement
-from services.router.poison import CLEARED_AFTER, GREEDY, Evidence
-from services.router.retry import Attempts, backoff, charged, handed_back
-from services.router.rooms import route_of
+from services.router.routing.breaker import faults_of
+from services.router.routing.live import Outcome, Progress
+from services.router.routing.mesh import Mesh, breaker_keys
+from services.router.routing.placement import Placement
+from services.router.routing.poison import CLEARED_AFTER, GREEDY, Evidence
+from services.router.routing.retry import Attempts, backoff, charged, handed_back
+from services.router.routing.rooms import route_of
 from services.router.scores import Scores
+from services.router.text.output_text import OutputText
 from services.router.trace import Trace
 from services.runtime.errors import from_rpc_error
 from services.wire.bootstrap import RankRow, peer_to_proto

@@ -21,16 +21,16 @@ from engine_core.types.digest import tokenizer_digest
 from engine_core.types.errors import ConfigError
 from services.config import RouterConfig, service_manager
 from services.router.app import make_app
-from services.router.edge import check_origins
+from services.router.console.overview import keep_history
+from services.router.edge.middleware import check_origins
 from services.router.front import Front, ModelInfo
-from services.router.mesh import Mesh
 from services.router.metrics import RouterMetrics, TableFigures, WorkerFigures
-from services.router.overview import keep_history
-from services.router.placement import placeable
-from services.router.retry import RetryBudget
-from services.router.rooms import RoomRecorder
-from services.router.table import WatchedTable
-from services.router.tokenizer import RouterTokenizer
+from services.router.routing.mesh import Mesh
+from services.router.routing.placement import placeable
+from services.router.routing.retry import RetryBudget
+from services.router.routing.rooms import RoomRecorder
+from services.router.routing.table import WatchedTable
+from services.router.text.tokenizer import RouterTokenizer
 from services.runtime.addresses import dialable
 from services.runtime.api_keys import ApiKeys
 from services.runtime.channels import ChannelPool

@@ -10,19 +10,15 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from services.router import reply_models as replies
 from services.router.answer import TIMEOUT_HEADER
-from services.router.edge import is_open
-from services.router.http import OVERLOADED, is_anthropic
+from services.router.chat.schema import ChatRequest
+from services.router.edge.http import OVERLOADED, is_anthropic
+from services.router.edge.middleware import is_open
 from services.router.messages.models import MessageObject, MessagesError, TokenCount
 from services.router.messages.schema import CountTokensRequest, MessagesRequest
-from services.router.openai_schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerateRequest,
-    TokenizeRequest,
-)
+from services.router.native.schema import DetokenizeRequest, GenerateRequest, TokenizeRequest
+from services.router.openai import reply_models as replies
+from services.router.openai.schema import CompletionRequest
 from services.router.responses.models import ResponseObject
 from services.router.responses.schema import ResponsesRequest
 from services.router.sampling_schema import MAX_TIMEOUT

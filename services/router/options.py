@@ -9,7 +9,7 @@ import msgspec
 
 from engine_core.types.errors import InvalidRequestError
 from engine_core.types.sampling import Grammar
-from services.router.fields import is_id, is_number
+from services.router.edge.fields import is_id, is_number
 from services.router.sampling_schema import SamplingRequest
 
 _RANGES = (("temperature", 0.0, 2.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0), ("repetition_penalty", 1e-3, 10.0))

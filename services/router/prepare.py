@@ -8,12 +8,12 @@ import msgspec
 from fastapi import Request
 
 from services.router.answer import submission_of
-from services.router.chat_output import ChatOutput, ParserOf
-from services.router.chat_plan import plan_chat
-from services.router.chat_schema import ChatRequest
-from services.router.client_names import renamed
+from services.router.chat.client_names import renamed
+from services.router.chat.output import ChatOutput, ParserOf
+from services.router.chat.plan import plan_chat
+from services.router.chat.schema import ChatRequest
 from services.router.front import Front, Submission
-from services.router.openai_stream import ReplySpec
+from services.router.reply_spec import ReplySpec
 from services.router.sampling_schema import SamplingRequest
 from services.router.trace import timings_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from services.router.tokenizer import RouterTokenizer
+from services.router.text.tokenizer import RouterTokenizer
 
 log = logging.getLogger(__name__)
 

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
-from services.router.fields import MAX_INT, LogitBias, StopIds, StopStrings, Strict
+from engine_core.types.errors import InvalidRequestError
+from services.router.edge.fields import MAX_INT, LogitBias, StopIds, StopStrings, Strict
+from services.router.edge.request_body import Refused, RequestBody, first_refused, one_of
 
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_TIMEOUT = 86_400.0
-
-_Neutral = Callable[[Any], bool]
-Refused = Mapping[str, tuple[_Neutral, str]]
-"""Fields with the values that change nothing, and why no other is taken."""
-
-
-def one_of(*values: Any) -> _Neutral:
-    """These values, and null."""
-    return lambda v: v is None or any(v == n and isinstance(v, bool) == isinstance(n, bool) for n in values)
-
 
 UNSUPPORTED: Refused = {
     "suffix": (one_of(""), "filling in the middle is not supported: write the model's own marks into the prompt"),
@@ -50,19 +42,6 @@ ELSEWHERE: Refused = {
     "continue_final_message": (one_of(False), "only /v1/chat/completions has it"),
 }
 """The same for fields that some kind of request has: these are its values for the others."""
-
-
-def refusal_of(kind: type[BaseModel], data: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first field that this kind of request does not have, with the reason; None when there is none."""
-    for name, (neutral, reason) in (*UNSUPPORTED.items(), *ELSEWHERE.items()):
-        if name in data and name not in kind.model_fields and not neutral(data[name]):
-            return name, reason
-    return None
-
-
-def first_refused(fields: Refused, data: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first of these fields that has a value which is not taken, with the reason."""
-    return next(((name, why) for name, (takes, why) in fields.items() if not takes(data.get(name))), None)
 
 
 class StreamOptions(Strict):
@@ -105,7 +84,7 @@ class StructuredOutputs(Strict):
     structural_tag: dict[str, Any] | str | None = None
 
 
-class DrawingRequest(Strict):
+class DrawingRequest(RequestBody):
     """Fields of every way of asking, in any API: how tokens are drawn, and whom the request is from."""
 
     min_tokens: int | None = Field(None, ge=0, le=MAX_INT)
@@ -151,6 +130,12 @@ class SamplingRequest(DrawingRequest):
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
 
+    @classmethod
+    def refusal(cls, data: Mapping[str, Any]) -> tuple[str, str] | None:
+        """See RequestBody."""
+        elsewhere = {name: rule for name, rule in ELSEWHERE.items() if name not in cls.model_fields}
+        return first_refused({**UNSUPPORTED, **elsewhere}, data)
+
     def token_limit(self) -> int | None:
         """The client's limit of output tokens, if there is one."""
         return self.max_tokens
@@ -170,3 +155,18 @@ class SamplingRequest(DrawingRequest):
     def scores_only(self) -> bool:
         """True when the client wants the prompt's log probabilities or the prompt back, and no output."""
         return self.token_limit() == 0
+
+    def echoes(self) -> bool:
+        """True when the prompt is shown before the output."""
+        return False
+
+    def check(self) -> None:
+        """See RequestBody."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options: allowed only with stream: true", field="stream_options")
+        if self.scores_only() and self.prompt_logprobs is None and not self.echoes():
+            names = ("max_completion_tokens", "max_new_tokens", "max_tokens")
+            name = next(n for n in names if getattr(self, n, None) == 0)
+            raise InvalidRequestError(
+                f"{name}: 0 asks for nothing; it must be at least 1, but with echo or prompt_logprobs", field=name
+            )

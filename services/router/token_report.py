@@ -13,8 +13,8 @@ from typing import Any
 
 from engine_core.types.errors import InternalError
 from engine_core.types.sampling import TokenLogprobs
-from services.router.detokenizer import Detokenizer
-from services.router.token_bytes import TokenBytes, chat_spelling, completion_spelling
+from services.router.text.detokenizer import Detokenizer
+from services.router.text.token_bytes import TokenBytes, chat_spelling, completion_spelling
 
 _LOWEST = -9999.0
 """Stands for the logarithm of nothing, which JSON can't say; OpenAI's own value."""

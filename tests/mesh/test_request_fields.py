@@ -14,7 +14,7 @@ import pytest_asyncio
 import torch
 from pydantic import BaseModel
 
-from services.router import reply_models as replies
+from services.router.openai import reply_models as replies
 from tests.mesh.conftest import EOS, Served
 from tests.support.asking import random_prompt
 from tests.support.hf_reference import logits

@@ -115,7 +115,7 @@ async def access_line(mesh: Mesh, request_id: str) -> dict[str, Any]:
 
     def lines() -> list[dict[str, Any]]:
         parsed = [json.loads(line) for line in mesh.lines("router") if line.startswith("{")]
-        return [e for e in parsed if e["logger"] == "services.router.access" and e.get("request_id") == request_id]
+        return [e for e in parsed if e["logger"] == "services.router.edge.access" and e.get("request_id") == request_id]
 
     await until(lambda: bool(lines()), 10.0, lambda: f"an access line of {request_id}")
     (line,) = lines()

@@ -29,7 +29,7 @@ from pdmesh.decode.v1 import decode_service_pb2_grpc as decode_grpc
 from services.bootstrap import main as bootstrap_main
 from services.config import BootstrapConfig, RouterConfig
 from services.router import main as router_main
-from services.router.tokenizer import RouterTokenizer
+from services.router.text.tokenizer import RouterTokenizer
 from services.runtime.server import GrpcServer
 from services.runtime.tasks import Stop, TaskOwner
 from services.wire.bootstrap import InstanceSpec, RankRow, row_to_proto, spec_to_proto

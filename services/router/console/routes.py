@@ -13,9 +13,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse, Response
 
 from engine_core.types.errors import InvalidRequestError, NotFoundError
+from services.router.console.overview import Overview
+from services.router.edge.http import json_response
 from services.router.front import Front
-from services.router.http import json_response
-from services.router.overview import Overview
 
 STATIC = Path(__file__).parent / "static"
 _TYPES = {

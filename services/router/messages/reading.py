@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, WithJsonSchema
 
 from engine_core.types.errors import InvalidRequestError
-from services.router.fields import Strict
-from services.router.json_body import short
-from services.router.turns import Turns
+from services.router.chat.turns import Turns
+from services.router.edge.fields import Strict
+from services.router.edge.json_body import short
 
 _STRING = {"type": "string"}
 _TEXT_BLOCK = {

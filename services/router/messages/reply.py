@@ -14,9 +14,9 @@ from typing import Any
 import orjson
 
 from engine_core.types.errors import PdmeshError
-from services.router.http import anthropic_error, error_status
+from services.router.chat.items import Closed, Grew, Item, ItemKind, Opened, Step
+from services.router.edge.http import anthropic_error, error_status
 from services.router.item_reply import ItemReply, event
-from services.router.items import Closed, Grew, Item, ItemKind, Opened, Step
 from services.router.journey import SampleResult
 from services.router.messages.schema import MessagesRequest
 from services.router.prepare import PreparedChat

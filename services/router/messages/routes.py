@@ -8,14 +8,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from services.router.answer import answer
-from services.router.client_names import client_names
+from services.router.chat.client_names import client_names
+from services.router.edge.http import json_response, read_body
+from services.router.edge.request_body import body_of, parse_request
 from services.router.front import Front
-from services.router.http import json_response, read_body
 from services.router.messages.reply import MessageReply
-from services.router.messages.schema import REFUSED, CountTokensRequest, MessagesRequest
-from services.router.openai_schema import parse_request
+from services.router.messages.schema import CountTokensRequest, MessagesRequest
 from services.router.prepare import prepare_chat
-from services.router.routes_openai import body_of
 
 
 def messages_routes(front: Front) -> APIRouter:
@@ -26,7 +25,7 @@ def messages_routes(front: Front) -> APIRouter:
     async def messages(request: Request) -> Response:
         """Answers a conversation."""
         arrival = time.monotonic()
-        asked = parse_request(MessagesRequest, await read_body(request, front.config.max_body_bytes), REFUSED)
+        asked = parse_request(MessagesRequest, await read_body(request, front.config.max_body_bytes))
         chat, names = asked.chat()
         with client_names(names):
             prepared = await prepare_chat(front, request, chat, arrival, names)
@@ -36,7 +35,7 @@ def messages_routes(front: Front) -> APIRouter:
     @router.post("/v1/messages/count_tokens", openapi_extra=body_of(CountTokensRequest))
     async def count_tokens(request: Request) -> Response:
         """Counts the tokens of the prompt that a conversation becomes."""
-        asked = parse_request(CountTokensRequest, await read_body(request, front.config.max_body_bytes), REFUSED)
+        asked = parse_request(CountTokensRequest, await read_body(request, front.config.max_body_bytes))
         front.check_model(asked.model)
         chat, names = asked.chat()
         with client_names(names):

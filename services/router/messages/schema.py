@@ -7,18 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from services.router.chat_schema import FUNCTION_NAME, MAX_TOOLS, ChatMessage, ChatRequest, ObjectSchema, Tool
-from services.router.client_names import client_names
-from services.router.fields import MAX_INT, StopStrings, Strict
+from services.router.chat.client_names import client_names
+from services.router.chat.schema import FUNCTION_NAME, MAX_TOOLS, ChatMessage, ChatRequest, ObjectSchema, Tool
+from services.router.edge.fields import MAX_INT, StopStrings, Strict
+from services.router.edge.request_body import Refused, RequestBody, first_refused, one_of
 from services.router.messages.reading import BLOCKS_SCHEMA, MessageParam, read_messages, system_text
-from services.router.sampling_schema import (
-    UNSUPPORTED,
-    DrawingRequest,
-    JsonSchemaFormat,
-    Refused,
-    ResponseFormat,
-    one_of,
-)
+from services.router.sampling_schema import UNSUPPORTED, DrawingRequest, JsonSchemaFormat, ResponseFormat
 
 NAMES: Mapping[str, str] = {
     "continue_final_message": "messages",
@@ -29,7 +23,7 @@ NAMES: Mapping[str, str] = {
 }
 """What the fields of chats are called here."""
 
-REFUSED: Refused = {
+_REFUSED: Refused = {
     **UNSUPPORTED,
     "container": (one_of(), "this server runs no code"),
     "mcp_servers": (one_of([]), "this server calls no tools by itself"),
@@ -109,7 +103,7 @@ class MessagesToolChoice(Strict):
         return self
 
 
-class CountTokensRequest(Strict):
+class CountTokensRequest(RequestBody):
     """POST /v1/messages/count_tokens: what the prompt consists of."""
 
     model: str
@@ -120,6 +114,11 @@ class CountTokensRequest(Strict):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @classmethod
+    def refusal(cls, data: Mapping[str, Any]) -> tuple[str, str] | None:
+        """See RequestBody."""
+        return first_refused(_REFUSED, data)
 
     def chat(self) -> tuple[ChatRequest, Mapping[str, str]]:
         """The chat that this asks for, and what its fields are called here. Raises InvalidRequestError."""

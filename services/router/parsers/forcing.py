@@ -16,7 +16,7 @@ import msgspec
 import orjson
 
 from engine_core.types.sampling import Grammar, GrammarKind
-from services.router.grammar import json_in_lark
+from services.router.grammar.forms import json_in_lark
 from services.router.parsers import deepseek_v3, harmony, hermes, mistral
 from services.router.parsers.choice import GPT_OSS, OutputFormat
 

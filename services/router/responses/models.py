@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from services.router.reply_models import AnyReply, PositionLogprobs
+from services.router.openai.reply_models import AnyReply, PositionLogprobs
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

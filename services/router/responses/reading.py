@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine_core.types.errors import InvalidRequestError
-from services.router.json_body import short
-from services.router.turns import Turns
+from services.router.chat.turns import Turns
+from services.router.edge.json_body import short
 
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")

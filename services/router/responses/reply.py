@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine_core.types.errors import PdmeshError
-from services.router.http import error_body, error_status
+from services.router.chat.items import Closed, Grew, Item, ItemKind, Opened, Step
+from services.router.edge.http import error_body, error_status
 from services.router.item_reply import ItemReply, event
-from services.router.items import Closed, Grew, Item, ItemKind, Opened, Step
 from services.router.journey import SampleResult
 from services.router.prepare import PreparedChat
 from services.router.responses.schema import FunctionTool, ResponsesRequest, TextConfig, TextFormat

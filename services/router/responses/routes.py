@@ -9,14 +9,13 @@ from starlette.responses import Response
 
 from engine_core.types.errors import NotFoundError
 from services.router.answer import answer
-from services.router.client_names import client_names
+from services.router.chat.client_names import client_names
+from services.router.edge.http import read_body
+from services.router.edge.request_body import body_of, parse_request
 from services.router.front import Front
-from services.router.http import read_body
-from services.router.openai_schema import parse_request
 from services.router.prepare import prepare_chat
 from services.router.responses.reply import ResponseReply
-from services.router.responses.schema import REFUSED, ResponsesRequest
-from services.router.routes_openai import body_of
+from services.router.responses.schema import ResponsesRequest
 
 
 def responses_routes(front: Front) -> APIRouter:
@@ -27,7 +26,7 @@ def responses_routes(front: Front) -> APIRouter:
     async def responses(request: Request) -> Response:
         """Answers an input of text or items."""
         arrival = time.monotonic()
-        asked = parse_request(ResponsesRequest, await read_body(request, front.config.max_body_bytes), REFUSED)
+        asked = parse_request(ResponsesRequest, await read_body(request, front.config.max_body_bytes))
         chat, names = asked.chat()
         with client_names(names):
             prepared = await prepare_chat(front, request, chat, arrival, names)

@@ -8,19 +8,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from engine_core.types.errors import InvalidRequestError
-from services.router.chat_schema import FUNCTION_NAME, MAX_TOOLS, ChatRequest, ObjectSchema, Tool
-from services.router.client_names import client_names
-from services.router.fields import MAX_INT, StopStrings, Strict
+from services.router.chat.client_names import client_names
+from services.router.chat.schema import FUNCTION_NAME, MAX_TOOLS, ChatRequest, ObjectSchema, Tool
+from services.router.edge.fields import MAX_INT, StopStrings, Strict
+from services.router.edge.request_body import Refused, first_refused, one_of
 from services.router.responses.reading import CONTENT_SCHEMA, read_items
-from services.router.sampling_schema import (
-    MAX_LOGPROBS,
-    UNSUPPORTED,
-    DrawingRequest,
-    JsonSchemaFormat,
-    Refused,
-    ResponseFormat,
-    one_of,
-)
+from services.router.sampling_schema import MAX_LOGPROBS, UNSUPPORTED, DrawingRequest, JsonSchemaFormat, ResponseFormat
 
 LOGPROBS = "message.output_text.logprobs"
 """What `include` holds where log probabilities are wanted."""
@@ -35,7 +28,7 @@ NAMES: Mapping[str, str] = {
 """What the fields of chats are called here."""
 
 _NOT_STORED = "responses are not stored here: send the whole conversation as input"
-REFUSED: Refused = {
+_REFUSED: Refused = {
     **UNSUPPORTED,
     "previous_response_id": (one_of(), _NOT_STORED),
     "conversation": (one_of(), _NOT_STORED),
@@ -182,6 +175,11 @@ class ResponsesRequest(DrawingRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+    @classmethod
+    def refusal(cls, data: Mapping[str, Any]) -> tuple[str, str] | None:
+        """See RequestBody."""
+        return first_refused(_REFUSED, data)
 
     @property
     def logprobs(self) -> bool:

@@ -17,7 +17,7 @@ from engine_core.types.sampling import Grammar, GrammarKind
 from services.router.parsers.base import Content, Part, Reasoning
 from services.router.parsers.choice import OutputFormat, choose_format
 from services.router.parsers.forcing import Function, after_thoughts, forced_calls, free_calls
-from services.router.tokenizer import RouterTokenizer
+from services.router.text.tokenizer import RouterTokenizer
 from tests.support.outputs import CALL, CALL_END, CALLS, CALLS_END, SEP, call, read
 
 CITY = Function(

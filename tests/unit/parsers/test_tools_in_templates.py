@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from engine_core.types.errors import InvalidRequestError
-from services.router.chat_template import ChatTemplate
 from services.router.parsers.base import ToolCallArguments, ToolCallBegin
 from services.router.parsers.choice import OutputFormat
-from services.router.plain_tools import in_words
+from services.router.text.chat_template import ChatTemplate
+from services.router.text.plain_tools import in_words
 from tests.support.outputs import read
 
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from engine_core.types.errors import QueueFullError
-from services.router.admission import Admission, Ticket
+from services.router.routing.admission import Admission, Ticket
 
 
 async def hold(ticket: Ticket, entered: list[str], name: str, release: asyncio.Event) -> None:

@@ -18,7 +18,7 @@ from engine_core.types.errors import (
     QueueFullError,
     UnavailableError,
 )
-from services.router.breaker import (
+from services.router.routing.breaker import (
     FIRST_HOLD,
     LONGEST_HOLD,
     THRESHOLD,

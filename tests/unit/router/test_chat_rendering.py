@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from engine_core.types.errors import InvalidRequestError
-from services.router.tokenizer import RouterTokenizer
+from services.router.text.tokenizer import RouterTokenizer
 from tests.support.models import tiny_model
 
 BEGUN: list[dict[str, Any]] = [

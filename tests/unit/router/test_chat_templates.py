@@ -14,9 +14,9 @@ from tokenizers import models, processors
 from transformers import AutoTokenizer
 
 from engine_core.types.errors import ConfigError, InvalidRequestError
-from services.router.chat_template import ChatTemplate, TemplateTimeError
-from services.router.template_files import own_names
-from services.router.tokenizer import RouterTokenizer
+from services.router.text.chat_template import ChatTemplate, TemplateTimeError
+from services.router.text.template_files import own_names
+from services.router.text.tokenizer import RouterTokenizer
 from tests.support.fake_decode import FakeDecode, error_of, running_router, says
 from tests.support.models import tiny_model
 
@@ -43,7 +43,7 @@ def model(folder: Path, config: dict[str, Any], **files: str) -> Path:
 
 def test_pdmeshs_own_templates_render_as_they_do_in_transformers() -> None:
     theirs = AutoTokenizer.from_pretrained(tiny_model())
-    folder = Path(__file__).parents[3] / "services" / "router" / "templates"
+    folder = Path(__file__).parents[3] / "services" / "router" / "text" / "templates"
     assert own_names() == sorted(path.stem for path in folder.iterdir())
     for name in own_names():
         ours = RouterTokenizer.load(tiny_model(), name)
@@ -69,7 +69,7 @@ def test_own_templates_write_what_their_models_were_taught() -> None:
         "\n\nU<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
     }
     assert sorted(wanted) == own_names()
-    folder = Path(__file__).parents[3] / "services" / "router" / "templates"
+    folder = Path(__file__).parents[3] / "services" / "router" / "text" / "templates"
     for name, text in wanted.items():
         template = ChatTemplate((folder / f"{name}.jinja").read_text(), config)
         assert template.render([SYSTEM, USER]) == text, name

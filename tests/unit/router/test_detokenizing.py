@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from services.router.detokenizer import ByteDetokenizer, Detokenizer, PieceDetokenizer, WindowDetokenizer
-from services.router.output_text import OutputText
-from services.router.tokenizer import RouterTokenizer
+from services.router.text.detokenizer import ByteDetokenizer, Detokenizer, PieceDetokenizer, WindowDetokenizer
+from services.router.text.output_text import OutputText
+from services.router.text.tokenizer import RouterTokenizer
 from tests.support.models import tiny_model
 
 FAMILY = "👩‍👩‍👧‍👦"  # four people and three joiners

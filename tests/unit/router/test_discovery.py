@@ -7,7 +7,7 @@ import msgspec
 from engine_core.lifecycle.membership import MembershipState
 from engine_core.types.ids import RankCoord
 from engine_core.types.request import Role
-from services.router.discovery import targets
+from services.router.ops.discovery import targets
 from services.wire.bootstrap import InstanceSpec, RankRow, WatchedService
 
 

@@ -14,8 +14,8 @@ import pytest
 from engine_core.grammar.compiler import compile_grammar, load_vocabulary
 from engine_core.types.errors import InvalidRequestError
 from engine_core.types.sampling import Grammar, GrammarKind
-from services.router.exact_schema import exact_pattern, exact_schema
-from services.router.grammar import json_in_lark, json_schema
+from services.router.grammar.exact_schema import exact_pattern, exact_schema
+from services.router.grammar.forms import json_in_lark, json_schema
 from tests.support.models import tiny_model
 
 PATTERNS = [

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.fair_queue import FairQueue
+from services.router.routing.fair_queue import FairQueue
 
 
 class Item:

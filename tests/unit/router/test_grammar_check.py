@@ -12,8 +12,8 @@ import pytest_asyncio
 
 from engine_core.types.errors import InvalidRequestError, QueueFullError, UnavailableError
 from engine_core.types.sampling import Grammar, GrammarKind
-from services.router import grammar_check
-from services.router.grammar_check import GrammarCheck
+from services.router.grammar import check as grammar_check
+from services.router.grammar.check import GrammarCheck
 from tests.support.asking import TIMEOUT, until
 from tests.support.models import tiny_model
 

@@ -12,9 +12,9 @@ import pytest
 from engine_core.grammar.compiler import compile_grammar, load_vocabulary
 from engine_core.types.errors import InvalidRequestError
 from engine_core.types.sampling import Grammar, GrammarKind
-from services.router.forced import grammar_of
-from services.router.grammar import json_in_lark
-from services.router.openai_schema import CompletionRequest
+from services.router.grammar.forced import grammar_of
+from services.router.grammar.forms import json_in_lark
+from services.router.openai.schema import CompletionRequest
 from tests.support.models import tiny_model
 
 INTEGER = {"type": "integer"}

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.history import WINDOW_SECONDS, History, bucket_of, middle_of, percentile
+from services.router.routing.history import WINDOW_SECONDS, History, bucket_of, middle_of, percentile
 
 LATENCIES = st.floats(1e-4, 600.0)
 

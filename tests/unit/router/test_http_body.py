@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from engine_core.types.errors import CancelledSessionError, DeadlineError
-from services.router.http import BodyTooLargeError, read_body
+from services.router.edge.http import BodyTooLargeError, read_body
 
 
 def request(*messages: Message) -> Request:

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from engine_core.types.errors import InvalidRequestError
-from services.router.chat_schema import ChatRequest
-from services.router.forced import grammar_of
-from services.router.messages.schema import REFUSED as REFUSED_MESSAGES
+from services.router.chat.schema import ChatRequest
+from services.router.edge.request_body import parse_request
+from services.router.grammar.forced import grammar_of
 from services.router.messages.schema import MessagesRequest
-from services.router.openai_schema import parse_request
-from services.router.responses.schema import REFUSED as REFUSED_RESPONSES
 from services.router.responses.schema import ResponsesRequest
 from tests.support.fake_decode import FakeDecode, error_of, running_router, says
 from tests.support.models import tiny_model
@@ -27,12 +25,12 @@ USER = [{"role": "user", "content": "hi"}]
 
 def response(**fields: Any) -> ChatRequest:
     body = json.dumps({"model": "m", "input": "hi", **fields}).encode()
-    return parse_request(ResponsesRequest, body, REFUSED_RESPONSES).chat()[0]
+    return parse_request(ResponsesRequest, body).chat()[0]
 
 
 def message(**fields: Any) -> ChatRequest:
     body = json.dumps({"model": "m", "max_tokens": 9, "messages": USER, **fields}).encode()
-    return parse_request(MessagesRequest, body, REFUSED_MESSAGES).chat()[0]
+    return parse_request(MessagesRequest, body).chat()[0]
 
 
 def told(asked: ChatRequest) -> list[dict[str, Any]]:

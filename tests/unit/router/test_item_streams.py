@@ -15,22 +15,22 @@ from pydantic import TypeAdapter
 
 from engine_core.types.errors import PdmeshError, QueueFullError, UnavailableError
 from engine_core.types.sampling import TokenLogprobs
-from services.router.chat_schema import ChatRequest
+from services.router.chat.schema import ChatRequest
 from services.router.front import Submission
 from services.router.item_reply import ItemReply
 from services.router.journey import Delta, SampleResult
 from services.router.messages.models import MessageObject
 from services.router.messages.reply import MessageReply
 from services.router.messages.schema import MessagesRequest
-from services.router.openai_stream import ReplySpec
 from services.router.options import SamplingDefaults, options_of
 from services.router.parsers.base import OutputParser
 from services.router.parsers.choice import OutputFormat
 from services.router.prepare import PreparedChat
+from services.router.reply_spec import ReplySpec
 from services.router.responses.models import ResponseObject
 from services.router.responses.reply import ResponseReply
 from services.router.responses.schema import ResponsesRequest
-from services.router.tokenizer import RouterTokenizer
+from services.router.text.tokenizer import RouterTokenizer
 from tests.support.item_streams import MessageStream, ResponseStream, events_of
 from tests.support.models import tiny_model
 

@@ -8,11 +8,11 @@ import pytest
 
 from engine_core.types.errors import InternalError
 from engine_core.types.sampling import TokenLogprobs
-from services.router.items import Closed, ItemKind, Items, Opened, Step
+from services.router.chat.items import Closed, ItemKind, Items, Opened, Step
+from services.router.chat.text_positions import TextPositions
 from services.router.parsers.base import Content, OutputParser, Part, Reasoning, ToolCallArguments, ToolCallBegin
 from services.router.parsers.choice import OutputFormat
-from services.router.text_positions import TextPositions
-from services.router.tokenizer import RouterTokenizer
+from services.router.text.tokenizer import RouterTokenizer
 from tests.support.models import tiny_model
 
 PARTS: list[Part] = [

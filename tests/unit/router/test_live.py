@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.router.live import SLOW_FIRST_TOKEN, SLOW_TOKEN, LiveRequests, Outcome, Progress, is_slow
+from services.router.routing.live import SLOW_FIRST_TOKEN, SLOW_TOKEN, LiveRequests, Outcome, Progress, is_slow
 from tests.support.clock import VirtualClock
 
 

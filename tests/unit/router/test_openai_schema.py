@@ -10,17 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_core.types.errors import InvalidRequestError
-from services.router.openai_schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerateRequest,
-    SamplingRequest,
-    TokenizeRequest,
-    parse_request,
-)
+from services.router.chat.schema import ChatRequest
+from services.router.edge.request_body import parse_request
+from services.router.native.schema import DetokenizeRequest, GenerateRequest, TokenizeRequest
+from services.router.openai.schema import CompletionRequest
 from services.router.options import SamplingDefaults, options_of
-from services.router.sampling_schema import ELSEWHERE, UNSUPPORTED
+from services.router.sampling_schema import ELSEWHERE, UNSUPPORTED, SamplingRequest
 
 USER = [{"role": "user", "content": "hi"}]
 

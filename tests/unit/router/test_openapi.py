@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import schemathesis
 
-from services.router.edge import OPEN_PATHS
+from services.router.edge.middleware import OPEN_PATHS
 from tests.support.fake_decode import FakeDecode, Harness, running_router, says
 from tests.support.models import tiny_model
 

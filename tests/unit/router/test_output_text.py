@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.output_text import OutputText, StopMatcher
+from services.router.text.output_text import OutputText, StopMatcher
 
 _TEXT = st.text("ab c\u00e9", max_size=40)
 _STOPS = st.lists(st.text("ab c", min_size=1, max_size=5), max_size=4)

@@ -17,7 +17,7 @@ from engine_core.lifecycle.membership import MembershipState
 from engine_core.types.errors import QueueFullError
 from engine_core.types.ids import RankCoord
 from engine_core.types.request import Role
-from services.router.admission import NO_LIMIT, Admission, Demand, Pace, Prompts, Room, Slot, Ticket, room_of
+from services.router.routing.admission import NO_LIMIT, Admission, Demand, Pace, Prompts, Room, Slot, Ticket, room_of
 from services.wire.bootstrap import InstanceSpec, RankRow
 
 T = TypeVar("T")

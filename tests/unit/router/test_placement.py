@@ -17,7 +17,7 @@ from engine_core.types.ids import RankCoord
 from engine_core.types.kv import fingerprint_of
 from engine_core.types.request import Role
 from services.config import PlacementPolicy
-from services.router.placement import Placement, Signals, beside, choose, largest_limit, placeable
+from services.router.routing.placement import Placement, Signals, beside, choose, largest_limit, placeable
 from services.wire.bootstrap import InstanceSpec, RankRow
 from services.wire.common import Load
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from engine_core.types.errors import Leg, PdmeshError, UnavailableError
-from services.router.poison import REMEMBERED, REMEMBERED_SECONDS, Convicted, Evidence, PoisonError, SuspectGate
+from services.router.routing.poison import REMEMBERED, REMEMBERED_SECONDS, Convicted, Evidence, PoisonError, SuspectGate
 
 
 def crash(reason: str = "ENGINE_CRASHED") -> PdmeshError:

@@ -15,14 +15,15 @@ from pydantic import BaseModel
 
 from engine_core.types.errors import InternalError
 from engine_core.types.sampling import TokenLogprobs
-from services.router.chat_reply import ChatReply
 from services.router.journey import Delta, SampleResult
-from services.router.openai_stream import CompletionReply, ReplySpec
+from services.router.openai.chat_reply import ChatReply
+from services.router.openai.reply_models import ChatCompletion as ChatBody
+from services.router.openai.reply_models import Completion as CompletionBody
+from services.router.openai.stream import CompletionReply
 from services.router.parsers.base import OutputParser
 from services.router.parsers.choice import OutputFormat
-from services.router.reply_models import ChatCompletion as ChatBody
-from services.router.reply_models import Completion as CompletionBody
-from services.router.tokenizer import RouterTokenizer
+from services.router.reply_spec import ReplySpec
+from services.router.text.tokenizer import RouterTokenizer
 from tests.support.models import tiny_model
 
 EOS = 2

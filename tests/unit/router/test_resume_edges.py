@@ -13,13 +13,13 @@ from engine_core.lifecycle.membership import MembershipState
 from engine_core.types.errors import Leg, UnavailableError
 from engine_core.types.request import Finish, FinishReason, Role
 from services.config import PlacementPolicy
-from services.router.breaker import TRIAL_SECONDS, BreakerState, Fault
-from services.router.mesh import Mesh
 from services.router.metrics import RouterMetrics
-from services.router.placement import Placement
-from services.router.rooms import RoomRecorder
-from services.router.table import WatchedTable
-from services.router.tokenizer import RouterTokenizer
+from services.router.routing.breaker import TRIAL_SECONDS, BreakerState, Fault
+from services.router.routing.mesh import Mesh
+from services.router.routing.placement import Placement
+from services.router.routing.rooms import RoomRecorder
+from services.router.routing.table import WatchedTable
+from services.router.text.tokenizer import RouterTokenizer
 from services.runtime.channels import ChannelPool
 from services.runtime.tasks import TaskOwner
 from services.wire.bootstrap import Revision, Snapshot

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine_core.types.errors import FencedError, Leg, PdmeshError, PeerFailedError, QueueFullError, UnavailableError
-from services.router.retry import FIRST_WAIT, LONGEST_WAIT, Attempts, RetryBudget, backoff, charged
+from services.router.routing.retry import FIRST_WAIT, LONGEST_WAIT, Attempts, RetryBudget, backoff, charged
 
 DIED = PeerFailedError("died", leg=Leg.DECODE)
 

@@ -13,8 +13,8 @@ from engine_core.lifecycle.membership import MembershipState
 from engine_core.types.ids import RankCoord
 from engine_core.types.request import Role
 from services.config import PlacementPolicy
-from services.router.placement import Placement, Signals, _Ranks, choose
-from services.router.shortlist import Shortlist
+from services.router.routing.placement import Placement, Signals, _Ranks, choose
+from services.router.routing.shortlist import Shortlist
 from services.wire.bootstrap import InstanceSpec, Load, RankRow, RowKey
 
 READY, LOST, DRAINING = MembershipState.READY, MembershipState.LOST, MembershipState.DRAINING

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 
-from services.router.token_bytes import TokenBytes, chat_spelling, completion_spelling
-from services.router.tokenizer import RouterTokenizer
+from services.router.text.token_bytes import TokenBytes, chat_spelling, completion_spelling
+from services.router.text.tokenizer import RouterTokenizer
 from tests.support.models import tiny_model
 
 

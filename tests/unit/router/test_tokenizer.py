@@ -18,9 +18,9 @@ from tokenizers import decoders, models
 from transformers import AutoTokenizer
 
 from engine_core.types.errors import ConfigError, InvalidRequestError
-from services.router.chat_template import ChatTemplate
-from services.router.detokenizer import ByteDetokenizer
-from services.router.tokenizer import RouterTokenizer
+from services.router.text.chat_template import ChatTemplate
+from services.router.text.detokenizer import ByteDetokenizer
+from services.router.text.tokenizer import RouterTokenizer
 from tests.support.models import demo_model, tiny_model
 
 TEXTS = [

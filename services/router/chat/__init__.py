@@ -1,0 +1,1 @@
+"""What all APIs of chats share: messages, plan, output, items."""

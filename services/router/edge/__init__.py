@@ -1,0 +1,1 @@
+"""The HTTP edge: errors, bodies, fields, access; what holds for every API."""

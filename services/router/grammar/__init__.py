@@ -1,0 +1,1 @@
+"""What clients write as structured output, made a grammar and judged before anything starts."""

@@ -1,0 +1,1 @@
+"""What operators and collectors ask a router: health, metrics, discovery, drains."""

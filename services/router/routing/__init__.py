@@ -1,0 +1,1 @@
+"""Where a request goes: admission, placement, health of workers, retries."""

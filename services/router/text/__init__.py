@@ -1,0 +1,1 @@
+"""Text and tokens: tokenizers, chat templates, incremental detokenisation, stop strings."""

@@ -2,7 +2,7 @@
 
 llguidance bounds what a matcher may cost per step (LIMITS), not what building one may cost: intersected patterns
 grow exponentially, and rules that name rules use one stack frame each. So whoever compiles text from outside does it
-where it can be killed (services/router/grammar_check.py), and every thread that compiles has STACK_BYTES of stack,
+where it can be killed (services/router/grammar/check.py), and every thread that compiles has STACK_BYTES of stack,
 enough for any text of MAX_GRAMMAR_BYTES.
 
 JSON is written without free whitespace: one space may follow a comma or a colon and nothing else, so that a

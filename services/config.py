@@ -136,6 +136,9 @@ class RouterConfig(CommonConfig):
     policy: PlacementPolicy = Field(PlacementPolicy.LEAST_LOAD, description="How a pair is chosen")
     max_in_flight: int = Field(256, ge=1, description="Requests served at once")
     max_queued: int = Field(256, ge=0, description="Requests that may wait before 429")
+    priority_floor: int = Field(
+        0, description="Most urgent priority that clients may ask for; below it counts as it. Negative ones go earlier"
+    )
     pool_headroom: float = Field(
         1.25, ge=0, description="How many times what the workers' batches and pools hold is sent to them; 0: no limit"
     )

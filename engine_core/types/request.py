@@ -31,8 +31,8 @@ class GenerateSpec(msgspec.Struct, frozen=True):
     """One attempt of one sample, as both roles see it.
 
     `known` tokens are prompt + emitted: what has to be computed before the next one can be drawn.
-    `arrival_ms` (Unix milliseconds at the router) orders every queue; `deadline` is on this host's
-    CLOCK_MONOTONIC, in seconds.
+    `arrival_ms` orders every queue: Unix milliseconds at the router, moved by the request's priority, and the same in
+    every attempt and for every worker. `deadline` is on this host's CLOCK_MONOTONIC, in seconds.
     """
 
     session: SessionId

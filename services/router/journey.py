@@ -54,6 +54,7 @@ from services.router.routing.live import Outcome, Progress
 from services.router.routing.mesh import Mesh, breaker_keys
 from services.router.routing.placement import Placement
 from services.router.routing.poison import CLEARED_AFTER, GREEDY, Evidence
+from services.router.routing.priority import order_ms
 from services.router.routing.retry import Attempts, backoff, charged, handed_back
 from services.router.routing.rooms import route_of
 from services.router.scores import Scores
@@ -76,6 +77,7 @@ class SampleSpec(msgspec.Struct, frozen=True):
     arrival: float
     deadline: float
     traceparent: str = ""
+    priority: int = 0
 
 
 class SampleResult(msgspec.Struct, frozen=True):
@@ -153,7 +155,7 @@ class Journey:
         self._evidence = Evidence()
         self._gated: list[int] = []
         """Workers that this sample, a suspect, keeps other suspects away from."""
-        self._move("QUEUED")
+        self._move("QUEUED", f"priority {spec.priority}" if spec.priority else "")
 
     def progress(self) -> Progress:
         """Where this sample is now, for those who watch."""
@@ -340,7 +342,7 @@ class Journey:
             prompt_token_ids=tuple(self._spec.prompt_token_ids),
             emitted_token_ids=tuple(self._output.token_ids) if self._output else (),
             sampling=sampling,
-            arrival_ms=self._spec.arrival_ms,
+            arrival_ms=order_ms(self._spec.arrival_ms, self._spec.priority),
             deadline=self._spec.deadline,
             cache_salt=options.cache_salt,
         )

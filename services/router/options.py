@@ -56,6 +56,8 @@ class GenerationOptions(msgspec.Struct, frozen=True):
     continuous_usage: bool
     return_token_ids: bool
     cache_salt: str
+    priority: int = 0
+    """Lower goes earlier."""
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -115,6 +117,7 @@ def options_of(
         continuous_usage=bool(stream and stream.continuous_usage_stats),
         return_token_ids=bool(request.return_token_ids),
         cache_salt=request.cache_salt or "",
+        priority=request.priority or 0,
         frequency_penalty=pick(request.frequency_penalty, 0.0),
         presence_penalty=pick(request.presence_penalty, 0.0),
         repetition_penalty=pick(request.repetition_penalty, defaults.repetition_penalty),

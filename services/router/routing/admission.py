@@ -6,9 +6,10 @@ and holds a slot while it runs. A slot is given when
     - the workers that are known have room: places in decode's batches, tokens in decode's pools, tokens of
       prompts in prefill's pools (a prompt counts there until its token 1), and
     - about a second of prompts at most waits with the workers for token 1; one sample always may run.
-Those that wait stand in a fair queue between clients (fair_queue.py), so the queue is here, where it is fair,
-and not in the workers. When the queue is full, a client with less in it takes the place of the newest request
-of the one with the most.
+Those that wait stand in a queue by priority, fair between the clients of one (priority.py, fair_queue.py), so the
+queue is here, where it is fair, and not in the workers. When the queue is full, a request takes the place of the
+newest of those that are the least urgent, and less so than itself; where there are none, a client with less in the
+queue takes the place of the newest request of the one with the most. What is more urgent is never sent away.
 
 Nobody waits in vain: where the recent pace says that a turn can't come within the wait allowed, the request is
 refused at once. Retry-After is what that pace says; without one it is a second.
@@ -28,7 +29,7 @@ import msgspec
 from engine_core.lifecycle.membership import MembershipState
 from engine_core.types.errors import Leg, QueueFullError
 from engine_core.types.request import Role
-from services.router.routing.fair_queue import FairQueue
+from services.router.routing.priority import PriorityQueue
 from services.wire.bootstrap import InstanceSpec, RankRow
 
 _RETRY_AFTER = 1.0
@@ -165,7 +166,7 @@ class Admission:
     ) -> None:
         self._max_in_flight, self._max_queued, self._max_wait = max_in_flight, max_queued, max_wait
         self._room, self._prompts_ahead, self._clock = room, prompts_ahead, clock
-        self._queue: FairQueue[Slot] = FairQueue()
+        self._queue: PriorityQueue[Slot] = PriorityQueue()
         self._tickets: dict[int, Ticket] = {}
         self._pace = Pace()
         self._in_flight = self._pending = 0
@@ -182,14 +183,16 @@ class Admission:
         """Samples that are admitted and hold no slot yet."""
         return self._pending
 
-    def admit(self, samples: int, client: str = "") -> Ticket:
-        """Admits a request. Raises QueueFullError when slots and queue can't take all its samples, or its turn
-        can't come in time; a request that is larger than both is taken while nothing else is there."""
-        self._check_wait(client)
+    def admit(self, samples: int, client: str = "", priority: int = 0) -> Ticket:
+        """Admits a request; a lower `priority` is more urgent. Raises QueueFullError when slots and queue can't take
+        all its samples, or its turn can't come in time; a request that is larger than both is taken while nothing
+        else is there."""
+        self._check_wait(client, priority)
         busy = self._in_flight + self._pending
         over = busy + samples - self._max_in_flight - self._max_queued
+        ticket = Ticket(self, samples, client, priority)
         if busy and over > 0:
-            victims = self._victims(client, samples, over)
+            victims = self._victims(ticket, over)
             if not victims:
                 raise QueueFullError(
                     f"{self._in_flight} requests are served and {self._pending} wait; try again later",
@@ -197,14 +200,13 @@ class Admission:
                     retry_after=self._retry_after(self._pending),
                 )
             for victim, ahead in victims:
-                victim.displace(self._retry_after(ahead))
+                victim.displace(self._retry_after(ahead), more_urgent=victim.priority > priority)
         self._pending += samples
-        ticket = Ticket(self, samples, client)
         self._tickets[id(ticket)] = ticket
         return ticket
 
-    def _check_wait(self, client: str) -> None:
-        ahead = self._queue.ahead_of(client) if len(self._queue) else 0
+    def _check_wait(self, client: str, priority: int) -> None:
+        ahead = self._queue.ahead_of(client, priority)
         if not ahead:
             return
         wait = self._pace.seconds_for(ahead + 1, self._clock())
@@ -217,22 +219,29 @@ class Admission:
                 retry_after=_bounded(wait - _SURE * self._max_wait),
             )
 
-    def _victims(self, client: str, samples: int, places: int) -> list[tuple[Ticket, int]]:
-        """Whom to send away for so many places: the newest waiting requests of those with the most in the queue,
-        for a client with less; with what its client had there. Nobody when that is not enough."""
-        waiting: Counter[str] = Counter()
+    def _victims(self, newcomer: Ticket, places: int) -> list[tuple[Ticket, int]]:
+        """Whom to send away for so many places, each with what will be before it when it comes again: of the least
+        urgent class the newest waiting requests of those with the most in it. Of the newcomer's own class only for
+        a client with less there; nobody when that is not enough."""
+        waiting: Counter[tuple[int, str]] = Counter()
         for ticket in self._tickets.values():
-            waiting[ticket.client] += ticket.left
+            waiting[ticket.priority, ticket.client] += ticket.left
         newest = [ticket for ticket in reversed(self._tickets.values()) if not ticket.started]
         found: list[tuple[Ticket, int]] = []
+        own = newcomer.priority
         while places > 0:
-            heaviest = max(waiting, key=lambda c: waiting[c], default=client)
-            victim = next((ticket for ticket in newest if ticket.client == heaviest), None)
-            if victim is None or waiting[heaviest] <= waiting[client] + samples:
+            least = max((ticket.priority for ticket in newest), default=own)
+            if least < own:
                 return []
-            found.append((victim, waiting[heaviest]))
+            there = [t.client for t in (newest if least > own else self._tickets.values()) if t.priority == least]
+            heaviest = max(there, key=lambda c: waiting[least, c], default=newcomer.client)
+            victim = next((t for t in newest if (t.priority, t.client) == (least, heaviest)), None)
+            weight = waiting[least, heaviest]
+            if victim is None or (least == own and weight <= waiting[own, newcomer.client] + newcomer.left):
+                return []
+            found.append((victim, weight if least == own else self._pending))
             newest.remove(victim)
-            waiting[heaviest] -= victim.left
+            waiting[least, heaviest] -= victim.left
             places -= victim.left
         return found
 
@@ -296,15 +305,15 @@ class Admission:
 class Ticket:
     """One admitted request. Close it when the request ends, whatever became of its samples."""
 
-    def __init__(self, admission: Admission, samples: int, client: str) -> None:
-        self._admission, self.left, self.client = admission, samples, client
+    def __init__(self, admission: Admission, samples: int, client: str, priority: int) -> None:
+        self._admission, self.left, self.client, self.priority = admission, samples, client, priority
         self.started = False
         self._waiting: list[Slot] = []
         self._displaced: QueueFullError | None = None
 
     def slot(self, timeout: float, demand: Demand = Demand(), longest: float = 0.0) -> Slot:  # noqa: B008  # immutable
         """A context that holds a slot for one sample. Entering it raises QueueFullError after `timeout` seconds
-        of waiting, or when another client's request takes the place. Once one of the request's samples has run,
+        of waiting, or when another request takes the place. Once one of the request's samples has run,
         giving up would waste that: then the others wait for `longest` seconds, if that is more."""
         return Slot(self._admission, self, timeout, demand, max(timeout, longest))
 
@@ -321,10 +330,11 @@ class Ticket:
         self._take(self.left)
         self._admission._tickets.pop(id(self), None)
 
-    def displace(self, retry_after: float) -> None:
+    def displace(self, retry_after: float, *, more_urgent: bool) -> None:
         """Ends the wait of all its samples with a 429."""
+        others = "more urgent ones" if more_urgent else "others that ask for less"
         self._displaced = QueueFullError(
-            "others that ask for less took this request's place in the full queue; try again later",
+            f"{others} took this request's place in the full queue; try again later",
             leg=Leg.ROUTER,
             reason="DISPLACED",
             retry_after=retry_after,
@@ -379,11 +389,13 @@ class Slot:
     async def _wait(self) -> None:
         admission, ticket, loop = self._admission, self.ticket, asyncio.get_running_loop()
         self.waiter = loop.create_future()
-        admission._queue.push(self, ticket.client, self.demand.prompt + self.demand.output or 1)
+        admission._queue.push(self, ticket.client, self.demand.prompt + self.demand.output or 1, ticket.priority)
         ticket._waiting.append(self)
         self._since = loop.time()
         if ticket.started:
             self.wait_longer()
+        if admission._queue.peek() is self:
+            admission.pump()  # it may fit where the one before it does not
         try:
             async with asyncio.timeout_at(self._since + self._timeout) as self._limit:
                 await self.waiter

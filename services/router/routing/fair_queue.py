@@ -9,26 +9,36 @@ nothing up. (Goyal, Vin, Cheng: Start-Time Fair Queueing, SIGCOMM 1996.)
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import Counter
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Items with the client that they belong to and a cost above 0. Items are told apart by identity."""
+    """Items with the client that they belong to and a cost above 0. Items are told apart by identity.
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, int]] = []
+    `numbers` counts items in the order in which they come; queues that share it can tell whose waits longer.
+    """
+
+    def __init__(self, numbers: Iterator[int] | None = None) -> None:
+        self._heap: list[tuple[float, int]] = []
         self._items: dict[int, tuple[T, str, float]] = {}
         self._keys: dict[int, int] = {}
         self._finish: dict[str, float] = {}
         self._waiting: Counter[str] = Counter()
         self._virtual = 0.0
-        self._pushed = 0
+        self._numbers = itertools.count(1) if numbers is None else numbers
 
     def __len__(self) -> int:
         return len(self._items)
+
+    @property
+    def longest_waiting(self) -> int:
+        """Number of the item that came first of those that wait. Raises StopIteration when nobody does."""
+        return next(iter(self._items))
 
     def waiting(self, client: str) -> int:
         """Items of a client."""
@@ -40,21 +50,21 @@ class FairQueue(Generic[T]):
             raise ValueError("an item waits once, and costs something")
         start = self._tag(client)
         self._finish[client] = start + cost
-        self._pushed += 1
-        self._items[self._pushed] = (item, client, cost)
-        self._keys[id(item)] = self._pushed
+        number = next(self._numbers)
+        self._items[number] = (item, client, cost)
+        self._keys[id(item)] = number
         self._waiting[client] += 1
-        heapq.heappush(self._heap, (start, self._pushed, self._pushed))
+        heapq.heappush(self._heap, (start, number))
 
     def peek(self) -> T | None:
         """The item whose turn it is, or None."""
         self._skip_removed()
-        return self._items[self._heap[0][2]][0] if self._heap else None
+        return self._items[self._heap[0][1]][0] if self._heap else None
 
     def pop(self) -> T:
         """Takes that item out. Raises IndexError when nobody waits."""
         self._skip_removed()
-        start, _, key = heapq.heappop(self._heap)
+        start, key = heapq.heappop(self._heap)
         self._virtual = max(self._virtual, start)
         item, client, _ = self._items.pop(key)
         self._gone(item, client)
@@ -74,7 +84,7 @@ class FairQueue(Generic[T]):
     def ahead_of(self, client: str) -> int:
         """How many items would leave before a new one of this client."""
         tag = self._tag(client)
-        return sum(1 for start, _, key in self._heap if key in self._items and start <= tag)
+        return sum(1 for start, key in self._heap if key in self._items and start <= tag)
 
     def _tag(self, client: str) -> float:
         return max(self._virtual, self._finish.get(client, 0.0))
@@ -92,5 +102,5 @@ class FairQueue(Generic[T]):
             self._finish = {c: f for c, f in self._finish.items() if c in self._waiting or f > self._virtual}
 
     def _skip_removed(self) -> None:
-        while self._heap and self._heap[0][2] not in self._items:
+        while self._heap and self._heap[0][1] not in self._items:
             heapq.heappop(self._heap)

@@ -270,7 +270,8 @@ class Front:
     async def _run(self, submission: Submission, sink_of: SinkOf, trace: Trace) -> list[SampleResult]:
         arrival_ms = int((time.time() - (time.monotonic() - submission.arrival)) * 1000)
         seed = submission.options.seed
-        ticket = self.admission.admit(submission.samples, submission.client)
+        priority = max(submission.options.priority, self.config.priority_floor)
+        ticket = self.admission.admit(submission.samples, submission.client, priority)
         try:
             runs = []
             for p, prompt in enumerate(submission.prompts):
@@ -291,6 +292,7 @@ class Front:
                         arrival=submission.arrival,
                         deadline=submission.arrival + min(self.config.request_timeout, submission.timeout),
                         traceparent=submission.traceparent,
+                        priority=priority,
                     )
                     journey = Journey(self.mesh, spec, trace, first)
                     first = first or journey

@@ -15,6 +15,8 @@ from engine_core.types.errors import InternalError
 from engine_core.types.sampling import TokenLogprobs
 from services.router.text.detokenizer import Detokenizer
 from services.router.text.token_bytes import TokenBytes, chat_spelling, completion_spelling
+from services.router.text.token_spans import TokenSpans, starts_of_prompt
+from services.router.text.tokenizer import RouterTokenizer
 
 _LOWEST = -9999.0
 """Stands for the logarithm of nothing, which JSON can't say; OpenAI's own value."""
@@ -50,10 +52,6 @@ class TokenNames:
             known = self._chat[token_id] = (token, list(data))
         return {"token": known[0], "logprob": finite(logprob), "bytes": known[1]}
 
-    def is_special(self, token_id: int) -> bool:
-        """True for tokens that are no text of their own."""
-        return token_id in self._bytes.special_ids
-
 
 def check_count(token_ids: Sequence[int], positions: Sequence[TokenLogprobs]) -> None:
     """Raises InternalError unless there is one position per token."""
@@ -81,46 +79,33 @@ def _ranked(names: TokenNames, position: TokenLogprobs, top: int) -> dict[str, A
 
 
 class CompletionLogprobs:
-    """The lists of one choice of /v1/completions. `text_offset` counts characters of the choice's text; a part of a
-    character has the offset of the whole one."""
+    """The lists of one choice of /v1/completions. `text_offset` is where a token's own text begins, in characters of
+    the choice's text before a stop string cuts it (token_spans.py)."""
 
-    def __init__(self, names: TokenNames, top: int, detokenizer: Detokenizer) -> None:
-        self._names, self._top, self._detokenizer = names, top, detokenizer
-        self._offset = 0
+    def __init__(self, names: TokenNames, top: int, tokenizer: RouterTokenizer, detokenizer: Detokenizer) -> None:
+        """`detokenizer` is a new one, as the output's text comes of."""
+        self._names, self._top, self._tokenizer, self._detokenizer = names, top, tokenizer, detokenizer
+        self._spans = TokenSpans(detokenizer)
 
-    def prompt(
-        self, token_ids: Sequence[int], positions: Sequence[TokenLogprobs], text: str, detokenizer: Detokenizer
-    ) -> dict[str, Any]:
+    def prompt(self, token_ids: Sequence[int], positions: Sequence[TokenLogprobs], text: str) -> dict[str, Any]:
         """The lists of the prompt, whose first token has no probability. Its text comes before all other text."""
         check_count(token_ids[1:], positions)
-        offsets = []
-        for token_id in token_ids:
-            offsets.append(min(self._offset, len(text)))
-            name = self._names.text(token_id) if self._names.is_special(token_id) else ""
-            if name and text.startswith(name, self._offset):
-                self._offset += len(name)  # a special token that was spelled out
-            elif not name:
-                self._offset += len(detokenizer.add((token_id,)))
-        self._offset = len(text)
+        self._spans = TokenSpans(self._detokenizer, len(text))
         return {
             "tokens": [self._names.completion(token_id) for token_id in token_ids],
             "token_logprobs": [None, *(finite(p.logprob) for p in positions)],
             "top_logprobs": [None, *(self._best(p) for p in positions)],
-            "text_offset": offsets,
+            "text_offset": starts_of_prompt(self._tokenizer, token_ids, text),
         }
 
     def output(self, token_ids: Sequence[int], positions: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """The lists of the next output tokens."""
         check_count(token_ids, positions)
-        offsets = []
-        for token_id in token_ids:
-            offsets.append(self._offset)
-            self._offset += len(self._detokenizer.add((token_id,)))
         return {
             "tokens": [self._names.completion(token_id) for token_id in token_ids],
             "token_logprobs": [finite(p.logprob) for p in positions],
             "top_logprobs": [self._best(p) for p in positions],
-            "text_offset": offsets,
+            "text_offset": [start for start, _ in self._spans.add(token_ids)],
         }
 
     def _best(self, position: TokenLogprobs) -> dict[str, float]:

@@ -213,7 +213,7 @@ class CompletionReply(Reply):
         self._lists = [self._new_lists() for _ in self._texts] if spec.logprobs is not None else []
 
     def _new_lists(self) -> CompletionLogprobs:
-        return CompletionLogprobs(self._names, self.spec.logprobs or 0, self.spec.detokenizer())
+        return CompletionLogprobs(self._names, self.spec.logprobs or 0, self.spec.tokenizer, self.spec.detokenizer())
 
     def _first(self, index: int, prompt: int) -> bytes:
         spec, more = self.spec, b""
@@ -259,4 +259,4 @@ class CompletionReply(Reply):
     def _prompt_lists(self, index: int, prompt: int) -> dict[str, list[Any]]:
         assert self._echo is not None
         ids, positions, text = self.spec.prompts[prompt], self._of_prompts[prompt], self._echo[prompt]
-        return self._lists[index].prompt(ids, positions, text, self.spec.tokenizer.detokenizer())
+        return self._lists[index].prompt(ids, positions, text)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Collection, Sequence
+from os.path import commonprefix
 from typing import Protocol
 
 _REPLACEMENT = "\ufffd"
@@ -25,6 +26,10 @@ class Detokenizer(Protocol):
 
     def add(self, token_ids: Sequence[int]) -> str:
         """Takes the next tokens; returns the text that is now certain, which may be empty."""
+
+    def place(self, token_id: int) -> tuple[str, int, int]:
+        """As add, of one token; returns also where the token's own text begins and ends, in characters from the
+        beginning of what is returned. A part of a character has all of it; a token that shows nothing has (0, 0)."""
 
     def flush(self) -> str:
         """Returns what was held back; half characters become U+FFFD. Nothing is added afterwards."""
@@ -41,7 +46,25 @@ class ByteDetokenizer:
 
     def add(self, token_ids: Sequence[int]) -> str:
         """See Detokenizer."""
-        text = self._decoder.decode(b"".join(map(self._bytes_of, token_ids)))
+        return self._take(b"".join(map(self._bytes_of, token_ids)))
+
+    def place(self, token_id: int) -> tuple[str, int, int]:
+        """See Detokenizer. The first byte says whether the token goes on with the character that is held back, or
+        breaks it."""
+        data = self._bytes_of(token_id)
+        if not data:
+            return "", 0, 0
+        before = self._take(data[:1])
+        start = len(before) if self._is_open else max(len(before) - 1, 0)
+        text = before + self._take(data[1:])
+        return text, start, len(text) + self._is_open
+
+    @property
+    def _is_open(self) -> bool:
+        return bool(self._decoder.getstate()[0])
+
+    def _take(self, data: bytes) -> str:
+        text = self._decoder.decode(data)
         return self._begin(text) if self._strip and text else text
 
     def flush(self) -> str:
@@ -97,6 +120,11 @@ class PieceDetokenizer:
                 self._begun = True
         return text
 
+    def place(self, token_id: int) -> tuple[str, int, int]:
+        """See Detokenizer."""
+        text = self.add((token_id,))
+        return text, 0, len(text)
+
     def flush(self) -> str:
         """See Detokenizer."""
         return ""
@@ -116,6 +144,21 @@ class WindowDetokenizer:
         """See Detokenizer."""
         self._ids.extend(token_ids)
         return self._take(last=False)
+
+    def place(self, token_id: int) -> tuple[str, int, int]:
+        """See Detokenizer. What a neighbour changes of a token's text is the neighbour's."""
+        held = self._held()
+        text = self.add((token_id,))
+        now = text or self._held()
+        if now == held:
+            return text, 0, 0
+        if not now.startswith(held) or (not text and held):  # it goes on with the character
+            held = held.rstrip(_REPLACEMENT)
+        return text, len(commonprefix((held, now))), len(now)
+
+    def _held(self) -> str:
+        """What can't be given out yet."""
+        return self._decode(self._ids[self._prefix :])[len(self._decode(self._ids[self._prefix : self._read])) :]
 
     def flush(self) -> str:
         """See Detokenizer."""

@@ -124,6 +124,23 @@ class RouterTokenizer:
     def _with_one_bos(self, ids: list[int]) -> list[int]:
         return ids[1:] if self._bos is not None and ids[:2] == [self._bos, self._bos] else ids
 
+    def starts(self, text: str, token_ids: Sequence[int]) -> list[int]:
+        """Where each of a text's tokens begins in it, by what the library says; those that it added have no text."""
+        count = len(token_ids)
+        for special in (True, False):
+            found = self._backend.encode(text, add_special_tokens=special)
+            if found.ids[len(found.ids) - count :] == list(token_ids):
+                break
+        starts, before = [], 0
+        for token_id, (start, end) in zip(token_ids, found.offsets[len(found.ids) - count :], strict=False):
+            data = self.bytes.of(token_id)
+            spaces = len(data) - len(data.lstrip(b" "))
+            while spaces and start > before and text[start - 1] == " ":  # byte-level ones are trimmed
+                start, spaces = start - 1, spaces - 1  # noqa: PLW2901
+            starts.append(start if end > start else before)
+            before = max(before, end)
+        return starts
+
     def _find_bos(self) -> int | None:
         """The one token that the tokenizer puts before every text; None when there is none, or several."""
         bare = self._backend.encode("a", add_special_tokens=False).ids

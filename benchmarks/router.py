@@ -117,7 +117,7 @@ class Connection:
 async def latency(host: str, port: int, worker: FakeDecode, prompt: list[int], rounds: int) -> dict[str, float]:
     """Milliseconds at the median, through the router and without it."""
     connection = Connection(*await asyncio.open_connection(host, port))
-    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
+    body = {"model": "default", "prompt": prompt, "max_tokens": 1, "temperature": 0}
     through, direct = [], []
     async with grpc.aio.insecure_channel(worker.endpoint, options=channel_options(2.0)) as channel:
         stub = decode_service_pb2_grpc.DecodeServiceStub(channel)
@@ -146,7 +146,7 @@ def _request(worker: FakeDecode, prompt: list[int]) -> decode_service_pb2.Genera
 async def cost(process: psutil.Process, host: str, port: int, streams: int, count: int) -> dict[str, float]:
     """CPU share of the router while `streams` streams of `count` tokens run."""
     connections = [Connection(*await asyncio.open_connection(host, port)) for _ in range(streams)]
-    body = {"prompt": [WORD] * 128, "max_tokens": count, "stream": True}
+    body = {"model": "default", "prompt": [WORD] * 128, "max_tokens": count, "stream": True}
     before, started = process.cpu_times(), time.monotonic()
     replies = await asyncio.gather(*(c.post(body) for c in connections))
     after, wall = process.cpu_times(), time.monotonic() - started

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+from fastapi import Request
 
 from engine_core.types.errors import (
     CancelledSessionError,
@@ -29,7 +30,8 @@ from services.config import RouterConfig
 from services.router.chat.schema import Chat
 from services.router.edge.access import log_access
 from services.router.edge.fields import Prompt
-from services.router.edge.http import RequestTimeoutError, as_pdmesh_error, error_status
+from services.router.edge.http import RequestTimeoutError, as_pdmesh_error, error_status, read_body
+from services.router.edge.request_body import BodyT, parse_request
 from services.router.grammar.check import GrammarCheck
 from services.router.grammar.forced import grammar_of, named_grammars
 from services.router.journey import Delta, Journey, SampleResult, SampleSpec, Sink, derive_seed
@@ -138,6 +140,10 @@ class Front:
         self.admission.pump()
 
     # ---- checking ---------------------------------------------------------------------------------
+
+    async def read(self, request: Request, kind: type[BodyT]) -> BodyT:
+        """The body of a request. Raises InvalidRequestError with the field at fault, and what read_body does."""
+        return parse_request(kind, await read_body(request, self.config.max_body_bytes), self.model.names)
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with. Raises NotFoundError for a model that is not served here."""

@@ -88,10 +88,12 @@ async def test_absurd_values_are_refused_by_name(small_mesh: Mesh, http: httpx.A
 
 
 async def test_prompts_that_are_none(small_mesh: Mesh, http: httpx.AsyncClient) -> None:
-    cases: list[tuple[str, dict[str, Any], str]] = [(COMPLETIONS, {"prompt": prompt}, "prompt") for prompt in PROMPTS]
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        (COMPLETIONS, {"model": "default", "prompt": prompt}, "prompt") for prompt in PROMPTS
+    ]
     cases += [(COMPLETIONS, {"model": "default"}, "prompt"), (CHAT, {"model": "default"}, "messages")]
-    cases += [(COMPLETIONS, {"prompt": ["a"] * 100, "n": 100}, "n")]
-    cases += [(CHAT, {"messages": messages}, field) for messages, field in MESSAGES]
+    cases += [(COMPLETIONS, {"model": "default", "prompt": ["a"] * 100, "n": 100}, "n")]
+    cases += [(CHAT, {"model": "default", "messages": messages}, field) for messages, field in MESSAGES]
     cases += [(CHAT, {**ROUTES[CHAT], "chat_template_kwargs": [1]}, "chat_template_kwargs")]
     cases += [(CHAT, {**ROUTES[CHAT], "max_completion_tokens": 0}, "max_completion_tokens")]
     cases += [(GENERATE, body, field) for body, field in GENERATES]
@@ -109,12 +111,12 @@ async def test_prompts_that_are_none(small_mesh: Mesh, http: httpx.AsyncClient) 
 
 async def test_prompts_that_are_too_long(small_mesh: Mesh, http: httpx.AsyncClient) -> None:
     long: list[tuple[str, dict[str, Any], str]] = [
-        (COMPLETIONS, {"prompt": [5] * POOL_TOKENS}, "prompt"),
-        (COMPLETIONS, {"prompt": "word " * POOL_TOKENS}, "prompt"),
-        (COMPLETIONS, {"prompt": ["fits", [5] * 100_000]}, "prompt"),
-        (CHAT, {"messages": [{"role": "user", "content": "word " * POOL_TOKENS}]}, "messages"),
+        (COMPLETIONS, {"model": "default", "prompt": [5] * POOL_TOKENS}, "prompt"),
+        (COMPLETIONS, {"model": "default", "prompt": "word " * POOL_TOKENS}, "prompt"),
+        (COMPLETIONS, {"model": "default", "prompt": ["fits", [5] * 100_000]}, "prompt"),
+        (CHAT, {"model": "default", "messages": [{"role": "user", "content": "word " * POOL_TOKENS}]}, "messages"),
         (GENERATE, {"token_ids": [5] * POOL_TOKENS}, "token_ids"),
-        (COMPLETIONS, {"prompt": "a " * 3_500_000}, "prompt"),
+        (COMPLETIONS, {"model": "default", "prompt": "a " * 3_500_000}, "prompt"),
     ]
     async with unharmed(small_mesh, untouched=True):
         for path, body, field in long:
@@ -131,13 +133,15 @@ async def test_bodies_that_are_no_requests(small_mesh: Mesh, http: httpx.AsyncCl
         for body, field in BODIES:
             response = await post(http, COMPLETIONS, body)
             assert told(response) == (400, field, "invalid_request"), body[:80]
-        chat = b'{"messages": [{"role": "user", "content": "a\\udfff"}]}'
+        chat = b'{"model": "default", "messages": [{"role": "user", "content": "a\\udfff"}]}'
         assert told(await post(http, CHAT, chat)) == (400, "messages[0].content", "invalid_request")
         for path in ROUTES:
-            response = await post(http, path, b'{"prompt": "' + b"a" * 10_000_000 + b'"}')
+            response = await post(http, path, b'{"model": "default", "prompt": "' + b"a" * 10_000_000 + b'"}')
             assert told(response) == (413, None, "body_too_large")
         for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "x"):
-            response = await http.post(COMPLETIONS, content=b'{"prompt": "hi"}', headers={"content-type": kind})
+            response = await http.post(
+                COMPLETIONS, content=b'{"model": "default", "prompt": "hi"}', headers={"content-type": kind}
+            )
             assert told(response) == (415, "content-type", "unsupported_media_type")
 
 
@@ -156,9 +160,11 @@ async def test_routes_and_methods(small_mesh: Mesh, http: httpx.AsyncClient) -> 
                 assert told(await http.request(method, path)) == (404, None, "not_found")
         assert told(await http.get("/v1/models/gpt-9")) == (404, "model", "model_not_found")
         assert told(await http.get("/explain/nobody")) == (404, "request_id", "not_found")
-        odd = await http.post(COMPLETIONS, json={"prompt": []}, headers={"x-request-id": "a b\tc" * 100})
+        odd = await http.post(
+            COMPLETIONS, json={"model": "default", "prompt": []}, headers={"x-request-id": "a b\tc" * 100}
+        )
         assert told(odd)[0] == 400 and len(odd.headers["x-request-id"]) == 32  # a new one
-        own = await http.post(COMPLETIONS, json={"prompt": []}, headers={"x-request-id": "mine-1"})
+        own = await http.post(COMPLETIONS, json={"model": "default", "prompt": []}, headers={"x-request-id": "mine-1"})
         assert own.headers["x-request-id"] == "mine-1"
 
 
@@ -175,9 +181,14 @@ async def test_token_limits(small_mesh: Mesh, http: httpx.AsyncClient) -> None:
             data = (await post(http, path, {**body, "max_tokens": 1, "ignore_eos": True})).json()
             one = data if path == GENERATE else data["choices"][0]
             assert (one["finish_reason"], data["usage"]["completion_tokens"]) == ("length", 1)
-        twice = b'{"prompt": "hi", "max_tokens": 0, "max_tokens": 1, "unknown": ' + b"[" * 900 + b"]" * 900 + b"}"
+        twice = (
+            b'{"model": "default", "prompt": "hi", "max_tokens": 0, "max_tokens": 1, "unknown": '
+            + b"[" * 900
+            + b"]" * 900
+            + b"}"
+        )
         assert (await post(http, COMPLETIONS, twice)).json()["usage"]["completion_tokens"] == 1
-        full = {"prompt": [5] * (POOL_TOKENS - 1), "max_tokens": 9}
+        full = {"model": "default", "prompt": [5] * (POOL_TOKENS - 1), "max_tokens": 9}
         data = (await post(http, COMPLETIONS, full)).json()
         assert (data["choices"][0]["finish_reason"], data["usage"]["completion_tokens"]) in (("length", 1), ("stop", 1))
 

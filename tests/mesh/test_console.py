@@ -144,7 +144,7 @@ async def test_a_request_is_in_the_list_and_in_the_picture_while_it_lives(settin
 
 
 async def test_a_chat_streams_what_the_api_gives_and_says_where_its_time_went(setting: Setting) -> None:
-    body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 24}
+    body = {"model": "default", "messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 24}
     async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
         answer = (await client.post(f"{setting.mesh.base_url}/chat/completions", json=body)).json()
     async with setting.console() as console:

@@ -144,7 +144,13 @@ async def test_labels_are_bounded(llama: Served, http: httpx.AsyncClient) -> Non
         return found
 
     async def ask(i: int) -> None:
-        body = {"prompt": [5, 6, 7 + i % 50], "max_tokens": 1, "user": f"user-{i}", "cache_salt": f"salt-{i}"}
+        body = {
+            "model": "default",
+            "prompt": [5, 6, 7 + i % 50],
+            "max_tokens": 1,
+            "user": f"user-{i}",
+            "cache_salt": f"salt-{i}",
+        }
         await http.post(f"{llama.mesh.url}/v1/completions", json=body, headers={"x-request-id": f"request-{i}"})
         await http.post(f"{llama.mesh.url}/v1/completions", json={**body, "model": f"model-{i}"})
         await http.get(f"{llama.mesh.url}/path-{i}")

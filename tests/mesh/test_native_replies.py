@@ -60,7 +60,7 @@ async def test_token_ids_as_vllm_returns_them(llama: Served, http: httpx.AsyncCl
         return [json.loads(line) for line in lines]
 
     prompts = [list(random_prompt(20, seed)) for seed in (1, 2)]
-    common = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    common = {"model": "default", "max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     body = {**common, "prompt": prompts}
     whole = (await http.post("/v1/completions", json=body)).json()["choices"]
     assert [choice["prompt_token_ids"] for choice in whole] == prompts

@@ -213,7 +213,7 @@ async def test_explain_a_finished_request(llama: Served) -> None:
 
 
 async def test_explain_for_people(llama: Served) -> None:
-    reply = await llama.asker.post("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 2})
+    reply = await llama.asker.post("/v1/completions", {"model": "default", "prompt": [5, 6, 7], "max_tokens": 2})
     (code, out, _), unknown = await asyncio.gather(
         pdmesh(llama.mesh, "explain", reply["id"]), pdmesh(llama.mesh, "explain", "nobody")
     )
@@ -279,7 +279,7 @@ async def test_metrics(llama: Served, http: httpx.AsyncClient) -> None:
     before = await scrape(http)
     for turn, stream in ((1, True), (2, False)):
         await llama.asker.complete(random_prompt(50, turn), max_tokens=5, ignore_eos=True, stream=stream)
-    assert (await http.post("/v1/completions", json={"prompt": []})).status_code == 400
+    assert (await http.post("/v1/completions", json={"model": "default", "prompt": []})).status_code == 400
     pairs_now = {rank["instance"]: rank["pairs"][0] for rank in await llama.mesh.quiet() if rank["role"] == "PREFILL"}
     bytes_now, failures_now = ({name: p[what] for name, p in pairs_now.items()} for what in ("bytes", "failures"))
 

@@ -43,7 +43,7 @@ async def http(llama: Served) -> AsyncIterator[httpx.AsyncClient]:
 
 async def ask(http: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]:
     """The reply, which must be what /openapi.json says of it."""
-    response = await http.post(path, json=body)
+    response = await http.post(path, json={"model": "default", **body})
     assert response.status_code == 200, response.text
     REPLIES[path].model_validate_json(response.content, strict=True)
     found: dict[str, Any] = response.json()
@@ -51,7 +51,7 @@ async def ask(http: httpx.AsyncClient, path: str, **body: Any) -> dict[str, Any]
 
 
 async def events(http: httpx.AsyncClient, path: str, **body: Any) -> list[dict[str, Any]]:
-    response = await http.post(path, json={**body, "stream": True})
+    response = await http.post(path, json={"model": "default", **body, "stream": True})
     lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
     assert response.status_code == 200 and lines.pop() == "[DONE]", response.text
     return [json.loads(line) for line in lines]
@@ -281,7 +281,7 @@ async def test_an_answer_that_goes_on(http: httpx.AsyncClient) -> None:
 
 
 async def test_a_client_may_set_its_own_deadline(http: httpx.AsyncClient) -> None:
-    long = {"prompt": "hello", "max_tokens": 4000, "ignore_eos": True}
+    long = {"model": "default", "prompt": "hello", "max_tokens": 4000, "ignore_eos": True}
     for body, headers in ((long | {"timeout": 0.001}, {}), (long | {"timeout": 50}, {"x-request-timeout": "0.001"})):
         response = await http.post(COMPLETIONS, json=body, headers=headers)
         assert response.status_code == 408, response.text
@@ -307,9 +307,9 @@ async def test_generate_reports_log_probabilities(llama: Served, http: httpx.Asy
 
 
 async def test_templates_of_clients_are_not_trusted(http: httpx.AsyncClient) -> None:
-    body = {"messages": MESSAGES, "chat_template": "{{ messages[0].content }}"}
+    body = {"model": "default", "messages": MESSAGES, "chat_template": "{{ messages[0].content }}"}
     for path in (CHAT, "/tokenize"):
-        response = await http.post(path, json=body)
+        response = await http.post(path, json={"model": "default", **body})
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, "chat_template")
         assert "--trust-request-chat-template" in error["message"]

@@ -119,8 +119,8 @@ async def test_further_samples_compute_the_prompt_no_second_time(scored: Scored)
         before = await computed()
         reply = await scored.asker.post(
             "/v1/completions",
-            {"prompt": list(prompt), "n": 3, "max_tokens": 4, "temperature": 1.0, "seed": turn, "ignore_eos": True,
-             "cache_salt": f"samples-{turn}"},
+            {"model": "default", "prompt": list(prompt), "n": 3, "max_tokens": 4, "temperature": 1.0, "seed": turn,
+             "ignore_eos": True, "cache_salt": f"samples-{turn}"},
         )  # fmt: skip
         assert len(reply["choices"]) == 3
         new = {name: count - before[name] for name, count in (await computed()).items() if count != before[name]}

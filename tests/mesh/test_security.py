@@ -224,8 +224,8 @@ async def test_logs_at_debug_level_hold_neither_text_nor_token_ids(secure: Secur
 
 def bodies(marker: str) -> list[tuple[str, dict[str, Any]]]:
     """Requests that hold the marker: four good ones, then some that are refused."""
-    chat = {"messages": [{"role": "user", "content": marker}], "max_tokens": 4}
-    complete = {"prompt": marker, "max_tokens": 4}
+    chat = {"model": "default", "messages": [{"role": "user", "content": marker}], "max_tokens": 4}
+    complete = {"model": "default", "prompt": marker, "max_tokens": 4}
     return [
         ("/v1/completions", complete),
         ("/v1/completions", {**complete, "stream": True}),

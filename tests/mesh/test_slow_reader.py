@@ -24,7 +24,14 @@ async def test_a_reader_that_stalls_holds_no_blocks() -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect((host, int(port)))
         try:
-            asked = {"prompt": "hello", "max_tokens": 4000, "stream": True, "ignore_eos": True, "logprobs": 20}
+            asked = {
+                "model": "default",
+                "prompt": "hello",
+                "max_tokens": 4000,
+                "stream": True,
+                "ignore_eos": True,
+                "logprobs": 20,
+            }
             body = json.dumps(asked).encode()
             head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nx-request-id: stalls\r\nContent-Length: %d\r\n\r\n"
             sock.sendall(head % len(body) + body)

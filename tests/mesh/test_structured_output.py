@@ -105,7 +105,8 @@ async def test_every_kind_of_grammar(structured: Structured, fields: dict[str, A
 async def test_a_chat_by_a_schema(structured: Structured) -> None:
     schema = SCHEMAS["an order"]
     wanted = {"type": "json_schema", "json_schema": {"name": "order", "schema": schema, "strict": True}}
-    body = {"messages": [{"role": "user", "content": "order"}], "response_format": wanted, "n": 2, "seed": 4, **HOT}
+    body = {"model": "default", "messages": [{"role": "user", "content": "order"}], "n": 2, "seed": 4, **HOT}
+    body["response_format"] = wanted
     reply = await structured.asker.post("/v1/chat/completions", body)
     for one in reply["choices"]:
         assert one["finish_reason"] == "stop"

@@ -41,7 +41,8 @@ def events_of(text: str) -> list[dict[str, Any]]:
 
 
 def body(seed: int, **more: Any) -> dict[str, Any]:
-    return {"prompt": list(random_prompt(120, seed)), "max_tokens": 12, "ignore_eos": True, "temperature": 0, **more}
+    fixed = {"model": "default", "max_tokens": 12, "ignore_eos": True, "temperature": 0}
+    return {**fixed, "prompt": list(random_prompt(120, seed)), **more}
 
 
 async def test_a_whole_reply(http: httpx.AsyncClient) -> None:
@@ -85,7 +86,13 @@ async def test_a_slow_transfer_is_told_as_one(scripted: Scripted) -> None:
     scripted.script.on("delay")  # 0.3 s for each push
     async with httpx.AsyncClient(base_url=scripted.mesh.url, timeout=60.0, trust_env=False) as client:
         prompt = list(random_prompt(24, 68))
-        asked = {"prompt": prompt, "max_tokens": 4, "ignore_eos": True, "cache_salt": scripted.asker.salt()}
+        asked = {
+            "model": "default",
+            "prompt": prompt,
+            "max_tokens": 4,
+            "ignore_eos": True,
+            "cache_salt": scripted.asker.salt(),
+        }
         answer = (await client.post("/v1/completions", json=asked, headers=ASKED)).json()
     scripted.script.release()
     (timings,) = answer["pdmesh_timings"]

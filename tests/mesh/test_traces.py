@@ -54,7 +54,14 @@ async def complete_one(traced: Traced, seed: int, headers: dict[str, str]) -> st
     """Asks for a completion of 80 tokens' prompt; its request id."""
     request_id = f"traced-{seed}-{uuid.uuid4().hex}"
     prompt = list(random_prompt(80, seed))
-    body = {"prompt": prompt, "max_tokens": 6, "ignore_eos": True, "temperature": 0, "cache_salt": uuid.uuid4().hex}
+    body = {
+        "model": "default",
+        "prompt": prompt,
+        "max_tokens": 6,
+        "ignore_eos": True,
+        "temperature": 0,
+        "cache_salt": uuid.uuid4().hex,
+    }
     answer = await traced.http.post(
         f"{traced.mesh.url}/v1/completions", json=body, headers={"x-request-id": request_id, **headers}
     )
@@ -132,7 +139,9 @@ async def test_an_access_line_says_how_it_went(traced: Traced) -> None:
     assert 0 < line["ttft"] <= line["e2e"] < 60 and line["pair"] in ("prefill-0+decode-0", "prefill-0+decode-1")
     assert len(line["room"]) == 16 and line["attempt"] == 0
     refused = await traced.http.post(
-        f"{traced.mesh.url}/v1/completions", json={"prompt": []}, headers={"x-request-id": "refused-1"}
+        f"{traced.mesh.url}/v1/completions",
+        json={"model": "default", "prompt": []},
+        headers={"x-request-id": "refused-1"},
     )
     assert refused.status_code == 400
     line = await access_line(traced.mesh, "refused-1")

@@ -208,8 +208,10 @@ class Asker:
     async def _run(self, path: str, answer: Answer, stream: bool, first: asyncio.Event) -> None:
         name = "token_ids" if path == "/generate" else "prompt"
         body = {**answer.options, name: list(answer.prompt), "stream": stream, "return_token_ids": True}
-        if stream and path != "/generate":
-            body["stream_options"] = {"include_usage": True}
+        if path != "/generate":
+            body["model"] = "default"
+            if stream:
+                body["stream_options"] = {"include_usage": True}
         headers = {"x-request-id": answer.request_id}
         async with self._http.stream("POST", f"{self.mesh.url}{path}", json=body, headers=headers) as response:
             answer.status = response.status_code

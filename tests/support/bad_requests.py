@@ -9,8 +9,8 @@ from tests.support.mesh import Mesh
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 ROUTES: dict[str, dict[str, Any]] = {
-    COMPLETIONS: {"prompt": "hi"},
-    CHAT: {"messages": [{"role": "user", "content": "hi"}]},
+    COMPLETIONS: {"model": "default", "prompt": "hi"},
+    CHAT: {"model": "default", "messages": [{"role": "user", "content": "hi"}]},
     GENERATE: {"text": "hi"},
 }
 VOCABULARY = 325
@@ -110,30 +110,30 @@ BODIES: list[tuple[bytes, str | None]] = [
     (b'"x"', None),
     (b"null", None),
     (b"{'prompt': 'hi'}", None),
-    (b'{"prompt": "hi"', None),
-    (b'{"prompt": "hi",}', None),
-    (b'{"prompt": "hi"} {}', None),
-    (b'{"prompt": "a\nb"}', None),
+    (b'{"model": "default", "prompt": "hi"', None),
+    (b'{"model": "default", "prompt": "hi",}', None),
+    (b'{"model": "default", "prompt": "hi"} {}', None),
+    (b'{"model": "default", "prompt": "a\nb"}', None),
     (b'\xef\xbb\xbf{"prompt": "hi"}', None),
-    ('{"prompt": "hi"}'.encode("utf-16"), None),
+    ('{"model": "default", "prompt": "hi"}'.encode("utf-16"), None),
     (b'{"pro\xffmpt": "hi"}', None),
-    (b'{"prompt": "hi", "temperature": NaN}', "temperature"),
-    (b'{"prompt": "hi", "top_p": -Infinity}', "top_p"),
-    (b'{"prompt": "hi", "min_p": 1e999}', "min_p"),
-    (b'{"prompt": "hi", "max_tokens": ' + b"9" * 5000 + b"}", "max_tokens"),
-    (b'{"prompt": "h\xff\xfe"}', "prompt"),
-    (b'{"prompt": "\xc0\xaf"}', "prompt"),
-    (b'{"prompt": "\xed\xa0\x80"}', "prompt"),
-    (b'{"prompt": ["a", "\\ud800"]}', "prompt[1]"),
-    (b'{"prompt": "hi", "max_tokens": 2, "max_tokens": 0}', "max_tokens"),  # of equal keys the last counts
-    (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", None),
-    (b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}", "prompt"),
-    (b'{"prompt": ' + b'{"a":' * 900 + b"1" + b"}" * 901, "prompt"),
+    (b'{"model": "default", "prompt": "hi", "temperature": NaN}', "temperature"),
+    (b'{"model": "default", "prompt": "hi", "top_p": -Infinity}', "top_p"),
+    (b'{"model": "default", "prompt": "hi", "min_p": 1e999}', "min_p"),
+    (b'{"model": "default", "prompt": "hi", "max_tokens": ' + b"9" * 5000 + b"}", "max_tokens"),
+    (b'{"model": "default", "prompt": "h\xff\xfe"}', "prompt"),
+    (b'{"model": "default", "prompt": "\xc0\xaf"}', "prompt"),
+    (b'{"model": "default", "prompt": "\xed\xa0\x80"}', "prompt"),
+    (b'{"model": "default", "prompt": ["a", "\\ud800"]}', "prompt[1]"),
+    (b'{"model": "default", "prompt": "hi", "max_tokens": 2, "max_tokens": 0}', "max_tokens"),  # the last counts
+    (b'{"model": "default", "prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", None),
+    (b'{"model": "default", "prompt": ' + b"[" * 900 + b"]" * 900 + b"}", "prompt"),
+    (b'{"model": "default", "prompt": ' + b'{"a":' * 900 + b"1" + b"}" * 901, "prompt"),
 ]
 """Bodies of /v1/completions, each with the field at fault where that can be told."""
 
 _TIMEOUT = 20.0
-GOOD = b'{"prompt": "hi", "max_tokens": 1}'
+GOOD = b'{"model": "default", "prompt": "hi", "max_tokens": 1}'
 
 
 def head(*lines: str, length: int | None = None) -> bytes:

@@ -53,7 +53,7 @@ class StressAsk:
     def body(self, *, stream: bool) -> dict[str, Any]:
         """The body, for a stream or not."""
         prompt: Any = list(self.prompts[0]) if len(self.prompts) == 1 else [list(p) for p in self.prompts]
-        return {"prompt": prompt, **self.options, "return_token_ids": True, "stream": stream}
+        return {"model": "default", "prompt": prompt, **self.options, "return_token_ids": True, "stream": stream}
 
 
 @dataclass

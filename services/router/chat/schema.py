@@ -177,6 +177,7 @@ def chat_of(asked: TemplateFields, messages: list[ChatMessage], kwargs: Mapping[
 class ChatRequest(SamplingRequest):
     """POST /v1/chat/completions."""
 
+    model: str
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=0, le=MAX_INT)
     logprobs: bool | None = False

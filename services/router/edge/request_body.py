@@ -7,7 +7,7 @@ What is unknown is ignored, as OpenAI's clients expect. Every refusal is an Inva
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -48,16 +48,20 @@ class RequestBody(Strict):
         """Raises InvalidRequestError for fields that contradict each other."""
 
 
-R = TypeVar("R", bound=RequestBody)
+BodyT = TypeVar("BodyT", bound=RequestBody)
 
 
-def parse_request(kind: type[R], body: bytes) -> R:
-    """Reads a body. Raises InvalidRequestError with the field at fault."""
+def parse_request(kind: type[BodyT], body: bytes, served: Sequence[str] = ()) -> BodyT:
+    """Reads a body, where models are served under these names. Raises InvalidRequestError with the field at fault."""
     data = kind.unfolded(parse_json(body))
     refused = kind.refusal(data)
     if refused is not None:
         name, reason = refused
         raise InvalidRequestError(f"{name}: {short(data[name])} is not supported: {reason}", field=name)
+    model = kind.model_fields.get("model")
+    if model is not None and model.is_required() and data.get("model") in (None, ""):
+        there = f"; this server has {', '.join(map(repr, served))} ('default' works for any)" if served else ""
+        raise InvalidRequestError(f"model: required{there}", field="model")
     try:
         request = kind.model_validate({name: value for name, value in data.items() if value is not None})
     except ValidationError as exc:

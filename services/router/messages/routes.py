@@ -9,8 +9,8 @@ from starlette.responses import Response
 
 from services.router.answer import answer
 from services.router.chat.client_names import client_names
-from services.router.edge.http import json_response, read_body
-from services.router.edge.request_body import body_of, parse_request
+from services.router.edge.http import json_response
+from services.router.edge.request_body import body_of
 from services.router.front import Front
 from services.router.messages.reply import MessageReply
 from services.router.messages.schema import CountTokensRequest, MessagesRequest
@@ -25,7 +25,7 @@ def messages_routes(front: Front) -> APIRouter:
     async def messages(request: Request) -> Response:
         """Answers a conversation."""
         arrival = time.monotonic()
-        asked = parse_request(MessagesRequest, await read_body(request, front.config.max_body_bytes))
+        asked = await front.read(request, MessagesRequest)
         chat, names = asked.chat()
         with client_names(names):
             prepared = await prepare_chat(front, request, chat, arrival, names)
@@ -35,7 +35,7 @@ def messages_routes(front: Front) -> APIRouter:
     @router.post("/v1/messages/count_tokens", openapi_extra=body_of(CountTokensRequest))
     async def count_tokens(request: Request) -> Response:
         """Counts the tokens of the prompt that a conversation becomes."""
-        asked = parse_request(CountTokensRequest, await read_body(request, front.config.max_body_bytes))
+        asked = await front.read(request, CountTokensRequest)
         front.check_model(asked.model)
         chat, names = asked.chat()
         with client_names(names):

@@ -9,8 +9,8 @@ from starlette.responses import Response
 
 from engine_core.types.errors import InvalidRequestError
 from services.router.answer import answer, submission_of
-from services.router.edge.http import json_response, read_body
-from services.router.edge.request_body import body_of, parse_request
+from services.router.edge.http import json_response
+from services.router.edge.request_body import body_of
 from services.router.front import Front
 from services.router.native.reply import GenerateReply
 from services.router.native.schema import DetokenizeRequest, GenerateRequest, TokenizeRequest
@@ -26,7 +26,7 @@ def native_routes(front: Front) -> APIRouter:
     async def generate(request: Request) -> Response:
         """Generates from text or token ids; says which room it was and how long each stage took."""
         arrival = time.monotonic()
-        asked = parse_request(GenerateRequest, await read_body(request, front.config.max_body_bytes))
+        asked = await front.read(request, GenerateRequest)
         front.check_model(asked.model)
         options = front.options(asked, _GENERATE_TOKENS)
         if options.n != 1:
@@ -41,7 +41,7 @@ def native_routes(front: Front) -> APIRouter:
     @router.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt, or of a rendered chat."""
-        asked = parse_request(TokenizeRequest, await read_body(request, front.config.max_body_bytes))
+        asked = await front.read(request, TokenizeRequest)
         front.check_model(asked.model)
         special = asked.add_special_tokens
         chat = asked.chat()
@@ -61,7 +61,7 @@ def native_routes(front: Front) -> APIRouter:
     @router.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """Text of token ids, special tokens included."""
-        asked = parse_request(DetokenizeRequest, await read_body(request, front.config.max_body_bytes))
+        asked = await front.read(request, DetokenizeRequest)
         front.check_model(asked.model)
         highest = max(asked.tokens, default=0)
         if highest >= front.model.vocab_size:

@@ -11,8 +11,8 @@ from engine_core.types.errors import InvalidRequestError, NotFoundError
 from services.router.answer import answer, submission_of
 from services.router.chat.schema import ChatRequest
 from services.router.edge.fields import Prompt
-from services.router.edge.http import json_response, read_body
-from services.router.edge.request_body import parse_request
+from services.router.edge.http import json_response
+from services.router.edge.request_body import body_of
 from services.router.front import Front
 from services.router.openai.chat_reply import ChatReply
 from services.router.openai.schema import CompletionRequest
@@ -23,12 +23,6 @@ _COMPLETION_TOKENS = 16
 """OpenAI's limit for completions when a client names none."""
 
 
-def body_of(kind: type[object]) -> dict[str, object]:
-    """The request body for /openapi.json; app.py adds the schemas."""
-    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
 def openai_routes(front: Front) -> APIRouter:
     """The routes that OpenAI's clients call."""
     router = APIRouter(tags=["openai"])
@@ -37,7 +31,7 @@ def openai_routes(front: Front) -> APIRouter:
     async def completions(request: Request) -> Response:
         """Completes prompts."""
         arrival = time.monotonic()
-        asked = parse_request(CompletionRequest, await read_body(request, front.config.max_body_bytes))
+        asked = await front.read(request, CompletionRequest)
         model = front.check_model(asked.model)
         options = front.options(asked, front.config.max_tokens_default or _COMPLETION_TOKENS)
         if len(asked.prompt) > front.config.max_prompts:
@@ -54,7 +48,7 @@ def openai_routes(front: Front) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         """Answers a chat."""
         arrival = time.monotonic()
-        asked = parse_request(ChatRequest, await read_body(request, front.config.max_body_bytes))
+        asked = await front.read(request, ChatRequest)
         prepared = await prepare_chat(front, request, asked, arrival)
         reply = ChatReply(prepared.spec, prepared.parser_of)
         return await answer(front, request, prepared.submission, reply)

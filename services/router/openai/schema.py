@@ -14,6 +14,7 @@ from services.router.sampling_schema import MAX_LOGPROBS, MAX_N, SamplingRequest
 class CompletionRequest(SamplingRequest):
     """POST /v1/completions."""
 
+    model: str
     prompt: Prompts
     best_of: int | None = Field(None, ge=1, le=MAX_N)
     echo: bool | None = False

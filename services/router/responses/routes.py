@@ -10,8 +10,7 @@ from starlette.responses import Response
 from engine_core.types.errors import NotFoundError
 from services.router.answer import answer
 from services.router.chat.client_names import client_names
-from services.router.edge.http import read_body
-from services.router.edge.request_body import body_of, parse_request
+from services.router.edge.request_body import body_of
 from services.router.front import Front
 from services.router.prepare import prepare_chat
 from services.router.responses.reply import ResponseReply
@@ -26,7 +25,7 @@ def responses_routes(front: Front) -> APIRouter:
     async def responses(request: Request) -> Response:
         """Answers an input of text or items."""
         arrival = time.monotonic()
-        asked = parse_request(ResponsesRequest, await read_body(request, front.config.max_body_bytes))
+        asked = await front.read(request, ResponsesRequest)
         chat, names = asked.chat()
         with client_names(names):
             prepared = await prepare_chat(front, request, chat, arrival, names)

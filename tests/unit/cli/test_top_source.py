@@ -60,7 +60,9 @@ async def test_routers_are_asked_for_what_their_console_shows(console: bool) -> 
     fake = FakeDecode(says([]))
     async with running_router(tiny_model(), fake, console=console) as router:
         fake.script = says(router.ids("hello"))
-        await router.http.post("/v1/completions", json={"prompt": "hi"}, headers={"x-request-id": "one"})
+        await router.http.post(
+            "/v1/completions", json={"model": "default", "prompt": "hi"}, headers={"x-request-id": "one"}
+        )
         source = Source(QueryConfig(bootstrap=(router.bootstrap,)))
         try:
             looks = list((await source.look(must=True)).routers)

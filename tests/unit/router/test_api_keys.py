@@ -16,7 +16,7 @@ from services.runtime.api_keys import ApiKeys, key_to_send, parse_keys, shown_ke
 from tests.support.fake_decode import FakeDecode, error_of, running_router, says
 from tests.support.models import tiny_model
 
-COMPLETION = {"prompt": "hello", "max_tokens": 2}
+COMPLETION = {"model": "default", "prompt": "hello", "max_tokens": 2}
 GIVEN, FILED, NEW = "sk-given-on-the-line", "sk-from-the-file", "sk-a-new-one"
 
 

@@ -216,7 +216,9 @@ async def test_clients_hear_which_message_it_was(tmp_path: Path) -> None:
     fake = FakeDecode(says([5]))
     async with running_router(tiny_model(), fake, chat_template=str(tmp_path / "turns.jinja")) as router:
         for path in ("/v1/chat/completions", "/tokenize"):
-            response = await router.http.post(path, json={"messages": [USER, ASSISTANT, ASSISTANT, USER]})
+            response = await router.http.post(
+                path, json={"model": "default", "messages": [USER, ASSISTANT, ASSISTANT, USER]}
+            )
             error = error_of(response)
             assert (response.status_code, error["param"], error["type"]) == (
                 400,
@@ -224,7 +226,9 @@ async def test_clients_hear_which_message_it_was(tmp_path: Path) -> None:
                 "invalid_request_error",
             )
             assert error["message"] == "the chat template refuses messages[2]: roles must take turns"
-        good = await router.http.post("/v1/chat/completions", json={"messages": [USER], "max_tokens": 1})
+        good = await router.http.post(
+            "/v1/chat/completions", json={"model": "default", "messages": [USER], "max_tokens": 1}
+        )
         assert good.status_code == 200
         assert router.tokenizer.decode(list(fake.requests[0].request.prompt_token_ids)) == "U"
 

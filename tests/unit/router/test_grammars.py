@@ -30,7 +30,7 @@ def vocabulary() -> llguidance.LLTokenizer:
 
 
 def asked(**fields: Any) -> CompletionRequest:
-    return CompletionRequest.model_validate({"prompt": "x", **fields})
+    return CompletionRequest.model_validate({"model": "default", "prompt": "x", **fields})
 
 
 def grammar(**fields: Any) -> Grammar:

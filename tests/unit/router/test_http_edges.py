@@ -15,7 +15,7 @@ from engine_core.types.errors import ConfigError
 from tests.support.fake_decode import FakeDecode, Harness, error_of, running_router, says, tokens, until
 from tests.support.models import tiny_model
 
-BODY = b'{"prompt": "hello", "max_tokens": 2}'
+BODY = b'{"model": "default", "prompt": "hello", "max_tokens": 2}'
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 ASK = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -259,7 +259,7 @@ async def test_a_reader_that_stalls_loses_its_stream_and_the_workers_hear_of_it(
     async with running_router(tiny_model(), fake, client_stall_timeout=0.5, request_timeout=600.0) as router:
         sock = narrow(router)
         try:
-            body = b'{"prompt": "hello", "max_tokens": 1000000, "stream": true, "ignore_eos": true}'
+            body = b'{"model": "default", "prompt": "hello", "max_tokens": 1000000, "stream": true, "ignore_eos": true}'
             sock.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             async with asyncio.timeout(LIMIT):
                 await fake.cancelled.wait()

@@ -36,7 +36,7 @@ async def test_https_with_a_certificate_that_changes_while_a_stream_runs(tmp_pat
         fake.script = lambda _: iter([first, go_on, *others])
         url = router.url.replace("http://", "https://")
         async with client(url, str(tmp_path / "before.pem")) as old, client(url, str(tmp_path / "after.pem")) as new:
-            body = {"prompt": "hello", "max_tokens": 99, "stream": True}
+            body = {"model": "default", "prompt": "hello", "max_tokens": 99, "stream": True}
             async with old.stream("POST", "/v1/completions", json=body) as running:
                 assert running.status_code == 200
                 with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
@@ -76,7 +76,7 @@ async def test_prompts_are_logged_when_asked_for(asked_for: bool, caplog: pytest
     async with running_router(tiny_model(), fake, log_prompts=asked_for) as router:
         fake.script = says(router.ids("the user asks"))
         with caplog.at_level(logging.DEBUG):
-            body = {"prompt": ["hello there", "hello you"], "max_tokens": 50}
+            body = {"model": "default", "prompt": ["hello there", "hello you"], "max_tokens": 50}
             answer = await router.http.post("/v1/completions", json=body, headers={"x-request-id": "asked-1"})
     assert answer.status_code == 200
     told = [r for r in caplog.records if "hello" in r.getMessage() or "the user asks" in r.getMessage()]

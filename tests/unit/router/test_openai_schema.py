@@ -12,20 +12,22 @@ from hypothesis import strategies as st
 from engine_core.types.errors import InvalidRequestError
 from services.router.chat.schema import ChatRequest
 from services.router.edge.request_body import parse_request
+from services.router.messages.schema import CountTokensRequest, MessagesRequest
 from services.router.native.schema import DetokenizeRequest, GenerateRequest, TokenizeRequest
 from services.router.openai.schema import CompletionRequest
 from services.router.options import SamplingDefaults, options_of
+from services.router.responses.schema import ResponsesRequest
 from services.router.sampling_schema import ELSEWHERE, UNSUPPORTED, SamplingRequest
 
 USER = [{"role": "user", "content": "hi"}]
 
 
 def completion(**fields: Any) -> CompletionRequest:
-    return parse_request(CompletionRequest, orjson.dumps({"prompt": "a", **fields}))
+    return parse_request(CompletionRequest, orjson.dumps({"model": "default", "prompt": "a", **fields}))
 
 
 def chat(**fields: Any) -> ChatRequest:
-    return parse_request(ChatRequest, orjson.dumps({"messages": USER, **fields}))
+    return parse_request(ChatRequest, orjson.dumps({"model": "default", "messages": USER, **fields}))
 
 
 @pytest.mark.parametrize(
@@ -145,14 +147,14 @@ def test_unknown_fields_are_ignored() -> None:
 @pytest.mark.parametrize(
     ("body", "field", "told"),
     [
-        (b'{"prompt": "a\xff"}', "prompt", "UTF-8"),
-        (b'{"prompt": "\\ud800"}', "prompt", "surrogate"),
-        (b'{"prompt": "a", "temperature": NaN}', "temperature", "NaN"),
-        (b'{"prompt": "a", "top_p": -Infinity}', "top_p", "-Infinity"),
-        (b'{"prompt": "a", "max_tokens": 1e999}', "max_tokens", "beyond"),
-        (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "max_tokens", "beyond"),
-        (b'{"prompt": ["a", "\\udc00"]}', "prompt[1]", "surrogate"),
-        (b'{"prompt": \xff', "", "UTF-8"),
+        (b'{"model": "default", "prompt": "a\xff"}', "prompt", "UTF-8"),
+        (b'{"model": "default", "prompt": "\\ud800"}', "prompt", "surrogate"),
+        (b'{"model": "default", "prompt": "a", "temperature": NaN}', "temperature", "NaN"),
+        (b'{"model": "default", "prompt": "a", "top_p": -Infinity}', "top_p", "-Infinity"),
+        (b'{"model": "default", "prompt": "a", "max_tokens": 1e999}', "max_tokens", "beyond"),
+        (b'{"model": "default", "prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "max_tokens", "beyond"),
+        (b'{"model": "default", "prompt": ["a", "\\udc00"]}', "prompt[1]", "surrogate"),
+        (b'{"model": "default", "prompt": \xff', "", "UTF-8"),
         (b"{", "", "not JSON"),
         (b"", "", "not JSON"),
         (b"[]", "", "object"),
@@ -206,8 +208,19 @@ def test_stop_tokens_may_be_written_in_digits() -> None:
 
 def test_a_missing_prompt_is_named() -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        parse_request(CompletionRequest, b"{}")
+        parse_request(CompletionRequest, b'{"model": "default"}')
     assert caught.value.field == "prompt"
+
+
+@pytest.mark.parametrize(
+    "kind", [CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, CountTokensRequest]
+)
+@pytest.mark.parametrize("body", [{}, {"model": None}, {"model": ""}])
+def test_the_model_must_be_named_and_the_error_says_what_there_is(kind: Any, body: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_request(kind, orjson.dumps(body), ("demo", "tuned"))
+    assert caught.value.field == "model"
+    assert caught.value.message == "model: required; this server has 'demo', 'tuned' ('default' works for any)"
 
 
 def test_generate_reads_sampling_params() -> None:
@@ -239,8 +252,12 @@ def test_options_fill_in_defaults() -> None:
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest, GenerateRequest, TokenizeRequest])
 def test_null_is_as_absent_and_the_description_says_so(kind: Any) -> None:
-    needed: dict[str, Any] = {"prompt": "a"} if kind in (CompletionRequest, TokenizeRequest) else {}
-    needed |= {"messages": USER} if kind is ChatRequest else {"text": "a"} if kind is GenerateRequest else {}
+    needed: dict[str, Any] = {
+        CompletionRequest: {"model": "default", "prompt": "a"},
+        ChatRequest: {"model": "default", "messages": USER},
+        GenerateRequest: {"text": "a"},
+        TokenizeRequest: {"prompt": "a"},
+    }[kind]
     properties = kind.model_json_schema()["properties"]
     optional = [name for name in properties if name not in needed]
     assert len(optional) > 8

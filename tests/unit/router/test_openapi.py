@@ -12,7 +12,7 @@ from services.router.edge.middleware import OPEN_PATHS
 from tests.support.fake_decode import FakeDecode, Harness, running_router, says
 from tests.support.models import tiny_model
 
-CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+CHAT = {"model": "default", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
 
 RESPONSE = {"model": "default", "input": "hello", "max_output_tokens": 3}
 MESSAGE = {"model": "default", **CHAT}
@@ -38,7 +38,12 @@ async def test_answers_have_the_shapes_that_it_tells_of() -> None:
         document = await document_of(router)
         schemathesis.openapi.from_dict(document).validate()
         asked: list[tuple[str, str, Any, int]] = [
-            ("post", "/v1/completions", {"prompt": ["hello", [5]], "max_tokens": 3, "return_token_ids": True}, 200),
+            (
+                "post",
+                "/v1/completions",
+                {"model": "default", "prompt": ["hello", [5]], "max_tokens": 3, "return_token_ids": True},
+                200,
+            ),
             ("post", "/v1/chat/completions", CHAT, 200),
             ("post", "/v1/responses", RESPONSE, 200),
             ("post", "/v1/responses", {**RESPONSE, "background": True}, 400),
@@ -73,8 +78,12 @@ async def test_answers_have_the_shapes_that_it_tells_of() -> None:
         ids = document["components"]["schemas"]["DetokenizeRequest"]["properties"]["tokens"]
         assert ids["items"]["maximum"] == 324
         served = {"type": "string", "enum": [Path(router.model).name, "default"]}
-        for kind, described in (("ResponsesRequest", served), ("ChatRequest", {"anyOf": [served, {"type": "null"}]})):
-            assert document["components"]["schemas"][kind]["properties"]["model"] == described
+        for kind, described in document["components"]["schemas"].items():
+            if not kind.endswith("Request"):
+                continue
+            free = kind in ("GenerateRequest", "TokenizeRequest", "DetokenizeRequest")
+            assert ("model" in described["required"] if "required" in described else False) is not free, kind
+            assert described["properties"]["model"] == ({"anyOf": [served, {"type": "null"}]} if free else served)
 
 
 async def test_whether_keys_are_needed_is_told() -> None:

@@ -70,7 +70,11 @@ async def test_a_request_is_seen_from_its_arrival_to_its_end() -> None:
         first, *rest = stream(router.ids("hello there"), 9)
         fake.script = lambda _request: iter([first, go, *rest])
         asking = asyncio.ensure_future(
-            router.http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 9}, headers={"x-request-id": "one"})
+            router.http.post(
+                "/v1/completions",
+                json={"model": "default", "prompt": "hi", "max_tokens": 9},
+                headers={"x-request-id": "one"},
+            )
         )
         seen: dict[str, Any] = {}
 
@@ -112,11 +116,11 @@ async def test_history_counts_ends_and_tokens() -> None:
     fake = FakeDecode(says([]))
     async with running_router(tiny_model(), fake, max_attempts=1) as router:
         fake.script = says(router.ids("hello there"))
-        whole = await router.http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 9})
+        whole = await router.http.post("/v1/completions", json={"model": "default", "prompt": "hi", "max_tokens": 9})
         tokens = whole.json()["usage"]["completion_tokens"]
         fake.script = lambda _request: iter([UnavailableError("gone", leg=Leg.DECODE)])
-        assert (await router.http.post("/v1/completions", json={"prompt": "hi"})).status_code == 503
-        assert (await router.http.post("/v1/completions", json={"prompt": 5})).status_code == 400
+        assert (await router.http.post("/v1/completions", json={"model": "default", "prompt": "hi"})).status_code == 503
+        assert (await router.http.post("/v1/completions", json={"model": "default", "prompt": 5})).status_code == 400
         history: dict[str, list[Any]] = {}
 
         async def counted() -> bool:

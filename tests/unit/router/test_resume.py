@@ -75,7 +75,7 @@ async def test_a_death_at_any_token_is_not_seen(streaming: bool, per_message: in
     fake = FakeDecode(lambda request: [])
     async with running_router(tiny_model(), fake) as router:
         ids = router.ids(TEXT)
-        body = {
+        body = {"model": "default",
             "prompt": "hello", "max_tokens": 99, "seed": 7, "temperature": 0.5, "return_token_ids": True,
             "stream": streaming,
         }  # fmt: skip
@@ -121,7 +121,7 @@ async def test_a_stop_string_is_found_across_the_break() -> None:
         ids = router.ids(TEXT)
         for at in range(1, len(ids)):
             fake.script = going_on(ids, {at: BROKE})
-            body = {"prompt": "hello", "max_tokens": 99, "stop": ["mat and"], "stream": True}
+            body = {"model": "default", "prompt": "hello", "max_tokens": 99, "stop": ["mat and"], "stream": True}
             found = await events(await router.http.post("/v1/completions", json=body))
             choices = [c for part in found for c in part["choices"]]
             assert "".join(c["text"] for c in choices) == "the cat sat on the "
@@ -136,7 +136,7 @@ async def test_a_character_that_is_cut_by_the_break_comes_whole() -> None:
         assert len(ids) > 5  # the characters are several tokens each
         for at in range(1, len(ids)):
             fake.script = going_on(ids, {at: BROKE})
-            body = {"prompt": "hello", "max_tokens": 99, "stream": True}
+            body = {"model": "default", "prompt": "hello", "max_tokens": 99, "stream": True}
             found = await events(await router.http.post("/v1/completions", json=body))
             assert "".join(c["text"] for part in found for c in part["choices"]) == text
 
@@ -182,7 +182,12 @@ async def test_an_open_stream_waits_for_a_worker_of_its_fingerprint() -> None:
     async with running_router(tiny_model(), *rows, sse_comment_after=0.05) as router:
         ids = router.ids(TEXT)
         fake.script = lambda request: [tokens(0, ids[:3]), asyncio.Event()]
-        body = {"prompt": "a cat is here and there and everywhere", "max_tokens": 99, "stream": True}
+        body = {
+            "model": "default",
+            "prompt": "a cat is here and there and everywhere",
+            "max_tokens": 99,
+            "stream": True,
+        }
         async with router.http.stream("POST", "/v1/completions", json={**body, "return_token_ids": True}) as response:
             lines = response.aiter_lines()
             seen = [json.loads(x) for x in [(await anext(lines)).removeprefix("data: ") for _ in range(4)] if x]
@@ -206,7 +211,7 @@ async def test_without_a_worker_an_open_stream_ends_at_its_deadline() -> None:
     async with running_router(tiny_model(), fake, request_timeout=1.0) as router:
         broken = asyncio.Event()
         fake.script = lambda request: [tokens(0, [70]), broken, DIED]
-        body = {"prompt": "hello", "max_tokens": 99, "stream": True}
+        body = {"model": "default", "prompt": "hello", "max_tokens": 99, "stream": True}
         async with router.http.stream("POST", "/v1/completions", json=body) as response:
             lines = response.aiter_lines()
             await anext(lines)
@@ -227,7 +232,9 @@ async def test_counts_and_times_of_a_resumed_sample() -> None:
         ids = router.ids(TEXT)
         script = going_on(ids, {4: DIED})
         first.script = second.script = script
-        response = await router.http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 99})
+        response = await router.http.post(
+            "/v1/completions", json={"model": "default", "prompt": "hello", "max_tokens": 99}
+        )
         assert response.status_code == 200
         assert len(first.requests) == len(second.requests) == 1, "the next attempt went to the worker that died"
         text = (await router.http.get("/metrics")).text

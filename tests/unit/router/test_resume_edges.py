@@ -39,7 +39,7 @@ async def test_tokens_that_come_with_a_request_given_back_are_not_lost(streaming
     async with running_router(tiny_model(), fake) as router:
         ids = router.ids(TEXT)
         on = going_on(ids, {})
-        body = {"prompt": "hello", "max_tokens": 99, "stream": streaming, "return_token_ids": True}
+        body = {"model": "default", "prompt": "hello", "max_tokens": 99, "stream": streaming, "return_token_ids": True}
         for first in (0, 2):
             fake.requests.clear()
             fake.script = lambda request, first=first: (
@@ -73,7 +73,7 @@ async def test_an_open_stream_waits_for_a_worker_that_can_hold_it() -> None:
         ids = router.ids(TEXT)
         cut = asyncio.Event()
         large.script = lambda request: [tokens(0, ids[:6]), cut, UnavailableError("gone", leg=Leg.DECODE)]
-        body = {"prompt": [70, 71, 72], "max_tokens": 40, "stream": True, "return_token_ids": True}
+        body = {"model": "default", "prompt": [70, 71, 72], "max_tokens": 40, "stream": True, "return_token_ids": True}
         async with router.http.stream("POST", "/v1/completions", json=body) as response:
             lines = response.aiter_lines()
             async for line in lines:

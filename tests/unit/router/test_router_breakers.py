@@ -31,7 +31,7 @@ from tests.support.fake_decode import (
 )
 from tests.support.models import tiny_model
 
-COMPLETION = {"prompt": "hello", "max_tokens": 50}
+COMPLETION = {"model": "default", "prompt": "hello", "max_tokens": 50}
 
 
 async def breaker(router: Harness, worker: str) -> float:
@@ -166,7 +166,9 @@ async def test_who_crashes_two_engines_is_given_up_and_not_tried_again(streaming
             assert sum(len(fake.requests) for fake in fakes) == 2
         for fake in fakes:
             fake.script = says([70])
-        assert (await router.http.post("/v1/completions", json={"prompt": "another"})).status_code == 200
+        assert (
+            await router.http.post("/v1/completions", json={"model": "default", "prompt": "another"})
+        ).status_code == 200
         text = (await router.http.get("/metrics")).text
         assert 'pdmesh_router_retries_refused_total{why="poison"} 1.0' in text
 
@@ -216,7 +218,9 @@ async def test_suspects_do_not_share_a_worker() -> None:
     fake = FakeDecode(script)
     async with running_router(tiny_model(), fake) as router:
         asked = [
-            asyncio.ensure_future(router.http.post("/v1/completions", json={"prompt": f"hello {i}", "max_tokens": 9}))
+            asyncio.ensure_future(
+                router.http.post("/v1/completions", json={"model": "default", "prompt": f"hello {i}", "max_tokens": 9})
+            )
             for i in range(4)
         ]
         await until(lambda: running[0] == 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -37,21 +38,24 @@ from tests.support.fake_decode import (
 from tests.support.models import tiny_model
 
 USER: Any = [{"role": "user", "content": "hello"}]
-COMPLETION = {"prompt": "hello", "max_tokens": 50}
+COMPLETION = {"model": "default", "prompt": "hello", "max_tokens": 50}
 
 
 @pytest.mark.parametrize(
     ("body", "status", "param", "code"),
     [
         ({"model": "gpt-9", "prompt": "x"}, 404, "model", "model_not_found"),
-        ({"prompt": "x", "temperature": -1}, 400, "temperature", "invalid_request"),
-        ({"prompt": "x", "logprobs": 21}, 400, "logprobs", "invalid_request"),
-        ({"prompt": [999_999]}, 400, "prompt", "invalid_request"),
-        ({"prompt": ["x"] * 300}, 400, "prompt", "invalid_request"),
-        ({"prompt": ["x"] * 200, "n": 2}, 400, "n", "invalid_request"),
-        ({"prompt": [5] * 4096}, 400, "prompt", "context_length_exceeded"),
-        ({"prompt": "x y " * 400_000}, 400, "prompt", "context_length_exceeded"),
-        ({}, 400, "prompt", "invalid_request"),
+        ({"model": "default", "prompt": "x", "temperature": -1}, 400, "temperature", "invalid_request"),
+        ({"model": "default", "prompt": "x", "logprobs": 21}, 400, "logprobs", "invalid_request"),
+        ({"model": "default", "prompt": [999_999]}, 400, "prompt", "invalid_request"),
+        ({"model": "default", "prompt": ["x"] * 300}, 400, "prompt", "invalid_request"),
+        ({"model": "default", "prompt": ["x"] * 200, "n": 2}, 400, "n", "invalid_request"),
+        ({"model": "default", "prompt": [5] * 4096}, 400, "prompt", "context_length_exceeded"),
+        ({"model": "default", "prompt": "x y " * 400_000}, 400, "prompt", "context_length_exceeded"),
+        ({"model": "default"}, 400, "prompt", "invalid_request"),
+        ({"prompt": "x"}, 400, "model", "invalid_request"),
+        ({"model": "", "prompt": "x"}, 400, "model", "invalid_request"),
+        ({"model": None, "prompt": "x"}, 400, "model", "invalid_request"),
     ],
 )
 async def test_bad_completions_start_nothing(body: dict[str, Any], status: int, param: str, code: str) -> None:
@@ -70,27 +74,34 @@ async def test_bad_chats_and_bodies() -> None:
     fake = FakeDecode(says([5]))
     async with running_router(tiny_model(), fake, max_body_bytes=100_000) as router:
         post = router.http.post
-        assert error_of(await post("/v1/chat/completions", json={"messages": []}))["param"] == "messages"
+        error = error_of(await post("/v1/chat/completions", json={"model": "default", "messages": []}))
+        assert error["param"] == "messages"
+        error = error_of(await post("/v1/chat/completions", json={"messages": USER}))
+        assert error["message"].endswith(f"this server has '{Path(router.model).name}' ('default' works for any)")
         long = [{"role": "user", "content": "x " * 20_000}]
-        error = error_of(await post("/v1/chat/completions", json={"messages": long}))
+        error = error_of(await post("/v1/chat/completions", json={"model": "default", "messages": long}))
         assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
-        response = await post("/v1/completions", content=b'{"prompt": "\xff"}')
+        response = await post("/v1/completions", content=b'{"model": "default", "prompt": "\xff"}')
         assert (response.status_code, error_of(response)["param"]) == (400, "prompt")
         assert (await post("/v1/completions", content=b"nonsense")).status_code == 400
-        response = await post("/v1/completions", content=b'{"prompt": "' + b"a" * 10_000_000 + b'"}')
+        response = await post(
+            "/v1/completions", content=b'{"model": "default", "prompt": "' + b"a" * 10_000_000 + b'"}'
+        )
         assert (response.status_code, error_of(response)["code"]) == (413, "body_too_large")
         for kind, status in (
             ("text/plain", 415),
             ("application/x-www-form-urlencoded", 415),
             ("APPLICATION/JSON;charset=utf-8", 200),
         ):
-            response = await post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": kind})
+            response = await post(
+                "/v1/completions", content=b'{"model": "default", "prompt": "a"}', headers={"content-type": kind}
+            )
             assert response.status_code == status
             if status == 415:
                 error = error_of(response)
                 assert (error["param"], error["code"]) == ("content-type", "unsupported_media_type")
         packed = {"content-encoding": "gzip"}
-        response = await post("/v1/completions", content=b'{"prompt": "a"}', headers=packed)
+        response = await post("/v1/completions", content=b'{"model": "default", "prompt": "a"}', headers=packed)
         assert (response.status_code, error_of(response)["param"]) == (415, "content-encoding")
         fake.requests.clear()
         assert error_of(await post("/nowhere"))["code"] == "not_found"
@@ -106,7 +117,7 @@ async def test_a_model_without_a_chat_template(tmp_path: Any) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         (tmp_path / name).write_bytes((source / name).read_bytes())
     async with running_router(tmp_path, FakeDecode(says([5]))) as router:
-        error = error_of(await router.http.post("/v1/chat/completions", json={"messages": USER}))
+        error = error_of(await router.http.post("/v1/chat/completions", json={"model": "default", "messages": USER}))
         assert error["param"] == "messages" and "chat template" in error["message"]
 
 
@@ -196,7 +207,8 @@ async def test_an_output_that_cannot_go_on_ends_in_an_error_event(path: str) -> 
     fake = FakeDecode(says([5]))
     async with running_router(tiny_model(), fake, max_attempts=1) as router:
         fake.script = breaks_after(router.ids("the"))
-        body = {"messages": USER} if "chat" in path else {"text": "x"} if path == "/generate" else COMPLETION
+        chat = {"model": "default", "messages": USER}
+        body = chat if "chat" in path else {"text": "x"} if path == "/generate" else COMPLETION
         response = await router.http.post(path, json={**body, "stream": True})
         assert response.status_code == 200
         blocks = response.text.strip().split("\n\n")
@@ -371,7 +383,9 @@ async def test_without_workers() -> None:
     async with running_router(tiny_model()) as router:
         response = await router.http.post("/v1/completions", json={**COMPLETION, "stream": True})
         assert (response.status_code, error_of(response)["code"]) == (503, "no_worker")
-        assert (await router.http.post("/v1/completions", json={"prompt": [5] * 5000})).status_code == 400
+        assert (
+            await router.http.post("/v1/completions", json={"model": "default", "prompt": [5] * 5000})
+        ).status_code == 400
 
 
 async def test_the_deadline_ends_a_request() -> None:

@@ -75,7 +75,9 @@ async def test_streams(per_message: int) -> None:
         assert parts[-1].usage.completion_tokens == len(ids) + 1
         assert all(p.usage is None for p in parts[:-1])
 
-        plain = await events(router, "/v1/completions", {"prompt": "hello", "stream": True, "max_tokens": 99})
+        plain = await events(
+            router, "/v1/completions", {"model": "default", "prompt": "hello", "stream": True, "max_tokens": 99}
+        )
         assert plain[-1] == "[DONE]"
         assert all(len(p["choices"]) == 1 and "usage" not in p for p in plain[:-1])
         assert "".join(p["choices"][0]["text"] for p in plain[:-1]) == TEXT
@@ -86,6 +88,7 @@ async def test_usage_with_every_chunk() -> None:
     async with running_router(tiny_model(), fake) as router:
         speak(router, fake, "the user")
         body = {
+            "model": "default",
             "prompt": "hello",
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
@@ -102,14 +105,14 @@ async def test_token_ids_on_request() -> None:
     async with running_router(tiny_model(), fake) as router:
         ids = [*speak(router, fake, "the 🦜"), EOS]
         prompt = router.ids("hello")
-        body = {"prompt": "hello", "return_token_ids": True}
+        body = {"model": "default", "prompt": "hello", "return_token_ids": True}
         whole = (await router.http.post("/v1/completions", json=body)).json()["choices"][0]
         assert (whole["token_ids"], whole["prompt_token_ids"]) == (ids, prompt)
         parts = (await events(router, "/v1/completions", {**body, "stream": True}))[:-1]
         choices = [p["choices"][0] for p in parts]
         assert sum((c["token_ids"] for c in choices), []) == ids
         assert choices[0]["prompt_token_ids"] == prompt
-        chat = {"messages": USER, "return_token_ids": True}
+        chat = {"model": "default", "messages": USER, "return_token_ids": True}
         reply = (await router.http.post("/v1/chat/completions", json=chat)).json()
         assert reply["choices"][0]["token_ids"] == ids
         assert reply["prompt_token_ids"] == list(fake.requests[-1].request.prompt_token_ids)
@@ -131,7 +134,13 @@ async def test_stop_strings_end_the_call(streaming: bool) -> None:
             yield never
 
         fake.script = script
-        body = {"prompt": "hello", "stop": ["nowhere", "o STOP"], "max_tokens": 99, "return_token_ids": True}
+        body = {
+            "model": "default",
+            "prompt": "hello",
+            "stop": ["nowhere", "o STOP"],
+            "max_tokens": 99,
+            "return_token_ids": True,
+        }
         if streaming:
             parts = await events(router, "/v1/completions", {**body, "stream": True})
             choices = [p["choices"][0] for p in parts[:-1]]
@@ -148,7 +157,7 @@ async def test_a_stop_token_is_no_text() -> None:
     async with running_router(tiny_model(), fake) as router:
         the, end = router.ids("the")[0], router.ids("z")[0]
         fake.script = lambda request: stream([the, end], 2)
-        body = {"prompt": "hello", "stop_token_ids": [end], "return_token_ids": True}
+        body = {"model": "default", "prompt": "hello", "stop_token_ids": [end], "return_token_ids": True}
         choice = (await router.http.post("/v1/completions", json=body)).json()["choices"][0]
         assert (choice["text"], choice["token_ids"]) == ("the", [the, end])
         assert list(fake.requests[0].request.sampling.stop_token_ids) == [end]
@@ -177,7 +186,7 @@ async def test_batches_and_samples() -> None:
         assert len({r.request.session.room for r in fake.requests}) == 6
 
         ids = [router.ids(p) for p in prompts]
-        parts = await events(router, "/v1/completions", {"prompt": ids, "stream": True})
+        parts = await events(router, "/v1/completions", {"model": "default", "prompt": ids, "stream": True})
         texts = ["", "", ""]
         for part in parts[:-1]:
             texts[part["choices"][0]["index"]] += part["choices"][0]["text"]
@@ -209,6 +218,7 @@ async def test_sampling_reaches_the_worker_and_max_tokens_is_clamped() -> None:
     fake = FakeDecode(says([5]), max_model_len=200, kv_capacity_tokens=150)
     async with running_router(tiny_model(), fake) as router:
         body = {
+            "model": "default",
             "prompt": [5] * 10,
             "max_tokens": 65535,
             "temperature": 0.5,
@@ -234,7 +244,7 @@ async def test_sampling_reaches_the_worker_and_max_tokens_is_clamped() -> None:
         assert fake.requests[0].decode_incarnation == fake.incarnation
         assert fake.requests[0].prefill.endpoint == "127.0.0.1:1"
         assert fake.metadata[0]["x-request-id"] == "req-1"
-        await router.http.post("/v1/chat/completions", json={"messages": USER})
+        await router.http.post("/v1/chat/completions", json={"model": "default", "messages": USER})
         asked = fake.requests[1].request
         assert asked.sampling.max_tokens == 150 - len(asked.prompt_token_ids)
 
@@ -243,18 +253,23 @@ async def test_what_a_router_is_told_to_trust_and_to_refuse() -> None:
     fake = FakeDecode(says([5]), max_model_len=200)
     told = {"trust_request_chat_template": True, "strict_max_tokens": True}
     async with running_router(tiny_model(), fake, **told) as router:
-        chat = {"messages": USER, "chat_template": "so {{ messages[0].content }}", "max_tokens": 190}
+        chat = {
+            "model": "default",
+            "messages": USER,
+            "chat_template": "so {{ messages[0].content }}",
+            "max_tokens": 190,
+        }
         assert (await router.http.post("/v1/chat/completions", json=chat)).status_code == 200
         assert list(fake.requests[0].request.prompt_token_ids) == router.ids("so hello")
         for path, body in (
             ("/v1/chat/completions", chat | {"max_tokens": 65535}),
-            ("/v1/completions", {"prompt": [[5], [5] * 60], "max_tokens": 141}),
+            ("/v1/completions", {"model": "default", "prompt": [[5], [5] * 60], "max_tokens": 141}),
         ):
             response = await router.http.post(path, json=body)
             error = response.json()["error"]
             assert (response.status_code, error["param"]) == (400, "max_tokens")
             assert error["code"] == "context_length_exceeded" and "200" in error["message"]
-        fits = {"prompt": [5] * 60, "max_tokens": 140}
+        fits = {"model": "default", "prompt": [5] * 60, "max_tokens": 140}
         assert (await router.http.post("/v1/completions", json=fits)).status_code == 200
         assert [r.request.sampling.max_tokens for r in fake.requests] == [190, 140]
 

@@ -54,7 +54,7 @@ function wishes() {
   const limit = Number.parseInt(byId("chat-max").value, 10);
   const temperature = Number.parseFloat(byId("chat-temperature").value);
   return {
-    model: byId("chat-model").value || undefined,
+    model: byId("chat-model").value || "default",
     ...(Number.isFinite(temperature) ? { temperature } : {}),
     ...(Number.isFinite(limit) ? { max_tokens: limit } : {}),
   };

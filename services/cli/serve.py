@@ -2,6 +2,8 @@
 
 Bootstrap → workers and router, side by side → all ready, /readiness is 200 → "pdmesh is ready: …"
 → children that die are started again on their ports → Ctrl-C: router, then workers, then Bootstrap drain
+
+Where a service manager listens (systemd, Type=notify) this process alone speaks to it: READY once a pair can be placed.
 """
 
 from __future__ import annotations
@@ -26,9 +28,19 @@ from engine_core.types.request import Role
 from services.cli.handshake import Reporter
 from services.cli.model_path import resolve, served_names
 from services.cli.options import add_command
+from services.cli.progress import Progress
 from services.cli.status import collect
 from services.cli.supervisor import ChildSpec, Exit, StartFailedError, Supervisor
-from services.config import ServeConfig, ServiceKind, child_environment, load, serve_options, without_secrets
+from services.config import (
+    ServeConfig,
+    ServiceKind,
+    child_environment,
+    load,
+    serve_options,
+    service_manager,
+    without_secrets,
+)
+from services.runtime.notify import ServiceManager
 from services.runtime.security import Security
 from services.runtime.tasks import Stop, TaskOwner, run
 from services.runtime.tls import pinned_context
@@ -52,15 +64,17 @@ def add_command_to(app: typer.Typer) -> None:
 
 def _command(file: Path | None, flags: dict[str, Any], extra: dict[str, Any]) -> int:
     config = load(ServeConfig, file=file, flags=flags)
+    manager = service_manager()
+    manager.tell(STATUS=f"looking for the model {config.model}")
     directory = resolve(config.model, fetch=True)
-    return run(lambda stop: Serve(config, directory, Reporter(extra["ready_fd"])).run(stop))
+    return run(lambda stop: Serve(config, directory, Reporter(extra["ready_fd"]), manager).run(stop))
 
 
 class Serve:
     """One run of the mesh."""
 
-    def __init__(self, config: ServeConfig, directory: Path, reporter: Reporter) -> None:
-        self._config, self._directory, self._reporter = config, directory, reporter
+    def __init__(self, config: ServeConfig, directory: Path, reporter: Reporter, manager: ServiceManager) -> None:
+        self._config, self._directory, self._reporter, self._manager = config, directory, reporter, manager
         self._console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
         self._width = max(len(name) for name in ("bootstrap", *self._worker_names()))
         self._colour: dict[str, str] = {}
@@ -68,44 +82,56 @@ class Serve:
     async def run(self, stop: Stop) -> int:
         """Starts everything, serves until told to stop, ends everything. Returns the exit code."""
         sockets = _sockets_directory()
+        progress = Progress(lambda line: self._say("serve", line), self._manager, stop)
         supervisor = Supervisor(
-            self._say, silence=self._config.heartbeat_timeout, start_timeout=self._config.start_timeout
+            self._say,
+            silence=self._config.heartbeat_timeout,
+            start_timeout=self._config.start_timeout,
+            on_change=lambda: progress.changed(supervisor.down),
         )
         tasks, code = TaskOwner("serve"), 0
         try:
-            start = tasks.spawn(self._start(supervisor, sockets), "start")
+            start = tasks.spawn(self._start(supervisor, sockets, progress), "start")
+            waiting = tasks.spawn(progress.name_who_is_awaited(lambda: supervisor.down), "who is awaited")
             draining = tasks.spawn(stop.draining.wait(), "signal")
             await asyncio.wait({start, draining}, return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
             failure = start.result() if start.done() else None
             if failure is None:
                 await draining
-                self._say("serve", "stopping; once more Ctrl-C ends at once")
+                limit = f"{self._config.drain_timeout:g} s"
+                self._say("serve", f"stopping; once more Ctrl-C ends at once, else open requests get {limit}")
             else:
                 code = failure.end.code if failure.end.code > 0 else 1
                 print(f"pdmesh: error: {failure}", file=sys.stderr)
                 self._reporter.failed(str(failure), code)
+                progress.failed(str(failure))
         finally:
+            progress.ending()
             await tasks.close()
             await supervisor.stop(stop.now, self._config.drain_timeout + 10.0)
+            await progress.close()
             shutil.rmtree(sockets, ignore_errors=True)
         return code
 
-    async def _start(self, supervisor: Supervisor, sockets: str) -> StartFailedError | None:
+    async def _start(self, supervisor: Supervisor, sockets: str, progress: Progress) -> StartFailedError | None:
         """Starts everything; returns what stood in the way, if anything."""
         try:
-            await self._start_all(supervisor, sockets)
+            await self._start_all(supervisor, sockets, progress)
         except StartFailedError as exc:
             return exc
         return None
 
-    async def _start_all(self, supervisor: Supervisor, sockets: str) -> None:
+    async def _start_all(self, supervisor: Supervisor, sockets: str, progress: Progress) -> None:
         config = self._config
+        progress.step("starts Bootstrap")
         bootstrap_port = config.bootstrap_port or _free_port(0)
         taken = {bootstrap_port, config.port}
         metrics = self._metrics("bootstrap", taken)
         spec = self._spec("bootstrap", "bootstrap", _BOOTSTRAP, host="127.0.0.1", port=bootstrap_port, **metrics)
         await supervisor.until_ready([supervisor.add(spec)], config.start_timeout)
 
+        progress.step(f"starts the router and {self._workers}; loading a model takes a while")
         model = {
             "model": str(self._directory),
             "served_model_name": config.options.get("served_model_name") or served_names(config.model, self._directory),
@@ -126,13 +152,13 @@ class Serve:
         cert = config.child_values("router").get("http_tls_cert", "")
         url = f"{'https' if cert else 'http'}://{local}:{port}"
         await _until_answering(f"{url}/readiness", supervisor, config.start_timeout, cert)
+        progress.serving(f"{url}/v1")
         await self._announce(url, f"127.0.0.1:{bootstrap_port}", model["served_model_name"], supervisor)
 
     async def _announce(self, url: str, bootstrap: str, names: Any, supervisor: Supervisor) -> None:
         config = self._config
         name = names[0] if isinstance(names, tuple | list) else str(names)
-        workers = "1 mixed" if config.aggregated else f"{config.prefill} prefill + {config.decode} decode"
-        detail = f"model {name}, {workers}"
+        detail = f"model {name}, {self._workers}"
         if not config.aggregated:
             used = await _transports(bootstrap, config.prefill * config.decode, Security.of(config))
             detail += f", transfer {'/'.join(used) or config.options.get('transfer_backend', 'auto')}"
@@ -142,6 +168,11 @@ class Serve:
             {"name": "serve", "pid": os.getpid(), "endpoint": url.partition("://")[2], "base_url": f"{url}/v1",
              "bootstrap": bootstrap, "model": name, "pids": pids}
         )  # fmt: skip
+
+    @property
+    def _workers(self) -> str:
+        config = self._config
+        return "1 mixed" if config.aggregated else f"{config.prefill} prefill + {config.decode} decode"
 
     def _worker_names(self) -> list[str]:
         if self._config.aggregated:

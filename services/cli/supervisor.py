@@ -1,6 +1,6 @@
 """Child processes that are kept running. The life of one:
 
-    spawn → output goes to `say`, line by line → ready (handshake) → serves, beating → exit
+    spawn → output goes to `say`, line by line → ready (handshake; `on_change`) → serves, beating → exit (`on_change`)
       exit before it was ever ready: the whole start has failed, `failed` gets the reason
       exit later: reported, waited for (0.5 s doubling to 10 s, afresh after 60 s up), spawned again as it was
                   commanded: a worker that has changed its role comes back in that of its command
@@ -18,11 +18,12 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 from services.cli.handshake import parse
+from services.cli.process import Process
 from services.runtime.tasks import TaskOwner
 
 Say = Callable[[str, str], None]
@@ -79,7 +80,15 @@ class StartFailedError(Exception):
 class Child:
     """One child process at a time, made from one spec."""
 
-    def __init__(self, spec: ChildSpec, say: Say, *, silence: float, start_timeout: float) -> None:
+    def __init__(
+        self,
+        spec: ChildSpec,
+        say: Say,
+        *,
+        silence: float,
+        start_timeout: float,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
         self.spec = spec
         self.ready = asyncio.Event()
         """Set while the process is ready."""
@@ -91,56 +100,68 @@ class Child:
         """Set while there is no process."""
         self.gone.set()
         self._say, self._silence, self._start_timeout = say, silence, start_timeout
+        self._on_change = on_change
+        self._process: Process | None = None
         self._message = ""
-        self._heard = 0.0
+        self._heard = self._ended_at = 0.0
 
     async def run_once(self) -> Exit:
         """Spawns the process and waits for its end."""
         self._message = ""
-        read_fd, write_fd = os.pipe()
-        handshake = ("--ready-fd", str(write_fd), "--parent", str(os.getpid()))
         try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "services.cli.main", *self.spec.arguments, *handshake,
-                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-                pass_fds=(write_fd,), start_new_session=True, env=self.spec.environment or None,
-            )  # fmt: skip
-        except BaseException:
-            os.close(read_fd)
-            raise
-        finally:
-            os.close(write_fd)
+            process, events = self._spawn()
+        except OSError as exc:  # no memory, no file, no process left; later there may be
+            return Exit(1, f"it can't be started: {exc.strerror or exc}")
+        self._process = process
         self.pid = process.pid
         self.gone.clear()
         self._heard = asyncio.get_running_loop().time()
         readers, watcher = TaskOwner(self.spec.name), TaskOwner(self.spec.name)
         try:
-            readers.spawn(self._read_output(process.stdout), "output")
-            readers.spawn(self._read_events(read_fd), "events")
-            watcher.spawn(self._watch(process.pid), "watch")
-            code = await process.wait()
-            self._is_gone()
-            # What it said last is still in the pipes; a grandchild may hold them open, so not for long.
-            await readers.join(timeout=1.0)
+            async with _reading(process.output) as output, _reading(events) as told:
+                readers.spawn(self._read_output(output), "output")
+                readers.spawn(self._read_events(told), "events")
+                watcher.spawn(self._watch(process), "watch")
+                code = await process.ended()
+                self._is_gone()
+                # What it said last is still in the pipes; a grandchild may hold them open, so not for long.
+                await readers.join(timeout=1.0)
         finally:
-            self._is_gone()
             await watcher.close()
             await readers.close()
+            await process.close()
+            self._is_gone()
         return Exit(code, self._message)
 
+    def _spawn(self) -> tuple[Process, IO[bytes]]:
+        """The process, and where it tells of itself. Raises OSError."""
+        read_fd, write_fd = os.pipe()
+        events = os.fdopen(read_fd, "rb", buffering=0)
+        handshake = ("--ready-fd", str(write_fd), "--parent", str(os.getpid()))
+        command = (sys.executable, "-m", "services.cli.main", *self.spec.arguments, *handshake)
+        try:
+            return Process(command, environment=self.spec.environment or None, pass_fds=(write_fd,)), events
+        except BaseException:
+            events.close()
+            raise
+        finally:
+            os.close(write_fd)
+
     def _is_gone(self) -> None:
+        if self.gone.is_set():
+            return
         self.pid = 0
         self.gone.set()
         self.ready.clear()
+        self._ended_at = asyncio.get_running_loop().time()
+        self._on_change()
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to the process, if there is one."""
-        if self.pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+        if self.pid and self._process is not None:
+            self._process.send(number)
 
-    async def _read_output(self, stream: asyncio.StreamReader | None) -> None:
-        assert stream is not None
+    async def _read_output(self, stream: asyncio.StreamReader) -> None:
         rest = b""
         while chunk := await stream.read(65536):
             *lines, rest = (rest + chunk).split(b"\n")
@@ -149,27 +170,24 @@ class Child:
         if rest:
             self._say(self.spec.name, rest.decode(errors="replace"))
 
-    async def _read_events(self, fd: int) -> None:
+    async def _read_events(self, stream: asyncio.StreamReader) -> None:
         loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader()
-        transport, _ = await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb", buffering=0)
-        )
-        try:
-            while line := await reader.readline():
-                self._heard = loop.time()
-                self._take(parse(line) or {})
-        finally:
-            transport.close()
+        while line := await stream.readline():
+            self._heard = loop.time()
+            self._take(parse(line) or {})
 
     def _take(self, event: dict[str, Any]) -> None:
         if event.get("event") == "ready":
+            if self.info:
+                down = asyncio.get_running_loop().time() - self._ended_at
+                self._say(self.spec.name, f"is ready again, {down:.1f} s after its end")
             self.info = event
             self.ready.set()
+            self._on_change()
         elif event.get("event") == "failed":
             self._message = str(event.get("message", ""))
 
-    async def _watch(self, pid: int) -> None:
+    async def _watch(self, process: Process) -> None:
         """Kills a process whose loop is silent, or that is never ready. Counts its own ticks: when this
         process was stopped, one long tick says nothing about the child."""
         loop = asyncio.get_running_loop()
@@ -186,9 +204,20 @@ class Child:
                 self._message = f"not ready within {self._start_timeout:g} s"
             else:
                 continue
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            process.send(signal.SIGKILL)
             await loop.create_future()  # cancelled when the process has ended
+
+
+@contextlib.asynccontextmanager
+async def _reading(pipe: IO[bytes]) -> AsyncIterator[asyncio.StreamReader]:
+    """The pipe as a stream; closed in the end."""
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    try:
+        yield reader
+    finally:
+        transport.close()
 
 
 async def _all_ready(children: Sequence[Child]) -> None:
@@ -204,8 +233,16 @@ async def _all_gone(children: Sequence[Child]) -> None:
 class Supervisor:
     """Keeps children running until stop()."""
 
-    def __init__(self, say: Say, *, silence: float = 30.0, start_timeout: float = 300.0) -> None:
-        self._say, self._silence, self._start_timeout = say, silence, start_timeout
+    def __init__(
+        self,
+        say: Say,
+        *,
+        silence: float = 30.0,
+        start_timeout: float = 300.0,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_change()` is called when a child has become ready, and when it has ended."""
+        self._say, self._silence, self._start_timeout, self._on_change = say, silence, start_timeout, on_change
         self._tasks = TaskOwner("supervisor", on_error=lambda _name, exc: self._fail(exc))
         self._stopping = asyncio.Event()
         self.children: list[Child] = []
@@ -213,9 +250,16 @@ class Supervisor:
         """Gets StartFailedError when a child can't start the first time."""
         self.failed.add_done_callback(lambda f: f.cancelled() or f.exception())
 
+    @property
+    def down(self) -> list[str]:
+        """Names of the children that are not ready."""
+        return [child.spec.name for child in self.children if not child.ready.is_set()]
+
     def add(self, spec: ChildSpec) -> Child:
         """Starts to keep a child running."""
-        child = Child(spec, self._say, silence=self._silence, start_timeout=self._start_timeout)
+        child = Child(
+            spec, self._say, silence=self._silence, start_timeout=self._start_timeout, on_change=self._on_change
+        )
         self.children.append(child)
         self._tasks.spawn(self._keep(child), spec.name)
         return child

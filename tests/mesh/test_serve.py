@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 from models.tiny import make_tiny
 from services.cli import status as status_command
 from services.config import child_environment
+from tests.deploy.fleet import Notified
 
 DEADLINE = 90.0
 SERVE = (sys.executable, "-m", "services.cli.main", "serve", "--port", "0", "--bootstrap-port", "0")
@@ -47,12 +48,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def serve(model: Path, *arguments: str) -> AsyncIterator[Serving]:
+async def serve(model: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> AsyncIterator[Serving]:
     read_fd, write_fd = os.pipe()
     process = await asyncio.create_subprocess_exec(
         *SERVE, "--model", str(model),
         "--threads", "1", "--kv-memory-mb", "32", "--drain-timeout", "5", "--ready-fd", str(write_fd), *arguments,
-        pass_fds=(write_fd,), stdout=asyncio.subprocess.PIPE, env=child_environment(), start_new_session=True,
+        pass_fds=(write_fd,), stdout=asyncio.subprocess.PIPE, env=child_environment() | dict(environment or {}),
+        start_new_session=True,
     )  # fmt: skip
     os.close(write_fd)
     assert process.stdout is not None
@@ -88,9 +90,25 @@ async def until_gone(pids: list[int]) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_a_mesh_says_where_it_is_restarts_what_dies_and_drains(model: Path) -> None:
-    async with serve(model) as mesh:
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[Notified]:
+    made = Notified(tmp_path / "notify")
+    yield made
+    made.close()
+
+
+async def test_a_mesh_says_where_it_is_restarts_what_dies_and_drains(model: Path, manager: Notified) -> None:
+    watched = {"NOTIFY_SOCKET": str(manager.path), "WATCHDOG_USEC": "60000000"}
+    async with serve(model, environment=watched) as mesh:
         url = mesh.ready["base_url"]
+        assert manager.seen()[:6] == [
+            f"STATUS=looking for the model {model}",
+            "STATUS=starts Bootstrap",
+            "STATUS=starts the router and 1 prefill + 1 decode; loading a model takes a while",
+            "READY=1",
+            f"STATUS=serving {url}",
+            "WATCHDOG=1",
+        ]
         assert mesh.line == f"pdmesh is ready: {url} (model tiny-llama, 1 prefill + 1 decode, transfer shm)"
         assert (await mesh.complete()).json()["usage"]["completion_tokens"] == 4
 
@@ -113,6 +131,10 @@ async def test_a_mesh_says_where_it_is_restarts_what_dies_and_drains(model: Path
             assert time.monotonic() < deadline, answer.text
             await asyncio.sleep(0.1)
         assert answer.json()["usage"]["completion_tokens"] == 4
+        assert f"STATUS=serving {url} without decode-0" in manager.seen()
+        while [said for said in manager.seen() if said.startswith("STATUS=")][-1] != f"STATUS=serving {url}":
+            assert time.monotonic() < deadline, manager.seen()
+            await asyncio.sleep(0.1)
 
         pids = [s["pid"] for s in (await mesh.status())["services"]]
         pids += [r["engine_pid"] for r in (await mesh.status())["ranks"]]
@@ -120,6 +142,7 @@ async def test_a_mesh_says_where_it_is_restarts_what_dies_and_drains(model: Path
         async with asyncio.timeout(DEADLINE):
             assert await mesh.process.wait() == 0
         await until_gone(pids)
+    assert manager.seen().count("READY=1") == manager.seen().count("STOPPING=1") == 1, "its children say nothing"
 
 
 async def test_nothing_is_left_when_serve_is_killed(model: Path) -> None:

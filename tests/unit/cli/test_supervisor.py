@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -56,7 +57,10 @@ async def test_a_child_that_cannot_start_ends_the_start() -> None:
 
 async def test_a_killed_child_is_reported_and_started_again_and_stop_ends_it() -> None:
     lines: list[tuple[str, str]] = []
-    supervisor = Supervisor(lambda name, line: lines.append((name, line)))
+    down: list[list[str]] = []
+    supervisor = Supervisor(
+        lambda name, line: lines.append((name, line)), on_change=lambda: down.append(supervisor.down)
+    )
     child = supervisor.add(ChildSpec("bootstrap", ("bootstrap", "--port", "0"), 1))
     await supervisor.until_ready([child], 60.0)
     first = child.pid
@@ -67,6 +71,8 @@ async def test_a_killed_child_is_reported_and_started_again_and_stop_ends_it() -
         await child.gone.wait()
         await child.ready.wait()
     assert ("bootstrap", "died: killed by SIGKILL; starts again in 0.5 s") in lines
+    assert re.fullmatch(r"is ready again, \d+\.\d s after its end", lines[-1][1])
+    assert down == [[], ["bootstrap"], []]
     second = child.pid
     assert second != first
 

@@ -11,6 +11,7 @@ import msgspec
 from engine_core.host import frames
 from engine_core.types.ids import SessionId
 from engine_core.types.request import Finish, FinishReason, GenerateSpec
+from services.router.routing.priority import order_ms
 from tests.support.explorer.scenario import Ask
 from tests.support.explorer.shells import Generate
 from tests.support.explorer.symbols import Violation, stop_tokens
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from tests.support.explorer.world import World
 
 MAX_ATTEMPTS = 8
+ARRIVAL_MS = 10**12
 GRACE = 2.0
 """Seconds that the router waits for the workers' own deadline before it gives up itself."""
 
@@ -29,7 +31,7 @@ class Journey:
 
     def __init__(self, world: World, room: int, ask: Ask, pair: tuple[int, int] | None = None) -> None:
         self.world, self.room, self.ask, self.pair = world, room, ask, pair
-        self.arrival_ms = room
+        self.arrival_ms = order_ms(ARRIVAL_MS + room, ask.priority)
         self.deadline = world.clock.now + ask.deadline_after
         self.tokens: list[int] = []
         self.scored = self.due = 1

@@ -23,6 +23,7 @@ class Ask(msgspec.Struct, frozen=True):
     deadline_after: float
     fits: bool = True
     """False: longer than the smaller pool, to be refused before any work."""
+    priority: int = 0
 
 
 class Scenario(msgspec.Struct, frozen=True):
@@ -140,5 +141,7 @@ def _asks(
         fits = rng.random() > 0.03
         if not fits:
             prompt += tuple(rng.randrange(VOCABULARY) for _ in range(longest - size + 1))
-        asks.append(Ask(prompt, params, salt, rng.choice((20.0, 90.0, 600.0)) if rough else 600.0, fits))
+        # One step outweighs all that lies between two arrivals here, so any order of them comes up.
+        priority = own.choice((0, 0, 0, 1, 2, -1))
+        asks.append(Ask(prompt, params, salt, rng.choice((20.0, 90.0, 600.0)) if rough else 600.0, fits, priority))
     return tuple(asks)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -20,6 +21,20 @@ from services.router.parsers.reader import joined
 NAMES = frozenset({"get_weather", "get_time", "function"})
 OSLO = '{"city": "Oslo", "days": [1, 2.5e3, -0], "note": "a \\"b\\" } ] </tool_call> \\u00e9 é", "deep": {"x": null}}'
 TIME = "{}"
+SCHEMAS: Mapping[str, Mapping[str, Any]] = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"$ref": "#/$defs/days"},
+            "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "deep": {"type": "object"},
+            "now": {"type": "boolean"},
+        },
+        "$defs": {"days": {"type": ["integer", "array"]}},
+    }
+}
+"""Schemas of arguments, for forms that write no types."""
 
 
 def call(index: int, name: str, arguments: str, call_id: str = "") -> list[Part]:
@@ -38,7 +53,7 @@ class Output(msgspec.Struct, frozen=True):
 
     def parser(self) -> OutputParser:
         """A new parser for it."""
-        parser = self.written.parser(NAMES, inside=self.inside)
+        parser = self.written.parser(NAMES, schemas=SCHEMAS, inside=self.inside)
         assert parser is not None
         return parser
 
@@ -60,7 +75,17 @@ GPT_OSS = OutputFormat("gpt_oss", "gpt_oss")
 QWEN3 = OutputFormat("hermes", "deepseek_r1")
 MAGISTRAL = OutputFormat("mistral", "mistral")
 R1 = OutputFormat("deepseek_v3", "deepseek_r1")
-FORMATS = (HERMES, LLAMA, JSON, MISTRAL, DEEPSEEK, GPT_OSS, QWEN3, MAGISTRAL, R1)
+QWEN_CODER = OutputFormat("qwen3_coder")
+QWEN35 = OutputFormat("qwen3_coder", "deepseek_r1")
+GLM = OutputFormat("glm45")
+MINIMAX = OutputFormat("minimax_m2")
+DSML = OutputFormat("deepseek_v32")
+KIMI = OutputFormat("kimi_k2")
+PYTHONIC = OutputFormat("pythonic")
+FORMATS = (
+    HERMES, LLAMA, JSON, MISTRAL, DEEPSEEK, GPT_OSS, QWEN3, MAGISTRAL, R1,
+    QWEN_CODER, QWEN35, GLM, MINIMAX, DSML, KIMI, PYTHONIC,
+)  # fmt: skip
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEP, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -227,6 +252,149 @@ RECORDED = [
         "<|channel|>analysis<|message|>Hm<|channel|>final<|message|>Yes",
         [Reasoning("Hm"), Content("Yes")],
     ),
+    Output(
+        "qwen 3 coder",
+        QWEN_CODER,
+        "I look.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n"
+        '<parameter=days>\n[1, "</parameter>\\n</function>"]\n</parameter>\n'
+        '<parameter=note>\n\n  a "b"\n\\n </parameter> é🌞\n\n</parameter>\n<parameter=now>\nTrue\n</parameter>\n'
+        "</function>\n</tool_call>\n<tool_call>\n<function=get_time>\n</function>\n</tool_call>",
+        [
+            Content("I look.\n\n"),
+            *call(
+                0,
+                "get_weather",
+                '{"city": "Oslo", "days": [1, "</parameter>\\n</function>"], '
+                '"note": "\\n  a \\"b\\"\\n\\\\n </parameter> é🌞\\n", "now": true}',
+            ),
+            *call(1, "get_time", "{}"),
+        ],
+    ),
+    Output(
+        "qwen 3 coder, by the schema's types",
+        QWEN_CODER,
+        "<tool_call><function=get_weather><parameter=city>5</parameter><parameter=days>5</parameter>"
+        "<parameter=note>null</parameter><parameter=deep>{'a': 1}</parameter><parameter=more>5</parameter>"
+        "<parameter=now></parameter></function></tool_call>",
+        call(
+            0,
+            "get_weather",
+            '{"city": "5", "days": 5, "note": null, "deep": "{\'a\': 1}", "more": "5", "now": ""}',
+        ),
+    ),
+    Output(
+        "qwen 3 coder, marks left out",
+        QWEN_CODER,
+        "<function=get_weather>\n<parameter=note>\nnull\n5\n</parameter>\n</tool_call> Done.",
+        [*call(0, "get_weather", '{"note": "null\\n5"}'), Content(" Done.")],
+    ),
+    Output(
+        "qwen 3.5",
+        QWEN35,
+        "Hm.\n</think>\n\n<tool_call>\n<function=get_time>\n<parameter=zone>\nCET\n</parameter>\n</function>\n</tool_call>",
+        [Reasoning("Hm."), *call(0, "get_time", '{"zone": "CET"}')],
+        inside=True,
+    ),
+    Output(
+        "glm 4.5",
+        GLM,
+        "Well.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value> 12</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>[1,2]</arg_value>\n</tool_call>\n<tool_call>get_time\n"
+        "<arg_key>zone</arg_key>\n<arg_value>12</arg_value>\n<arg_key>of</arg_key>\n<arg_value>x <b></arg_value>\n"
+        "</tool_call>",
+        [
+            Content("Well.\n"),
+            *call(0, "get_weather", '{"city": " 12", "days": [1,2]}'),
+            *call(1, "get_time", '{"zone": 12, "of": "x <b>"}'),
+        ],
+    ),
+    Output(
+        "glm 4.7",
+        GLM,
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>"
+        "<tool_call>get_time</tool_call>",
+        [*call(0, "get_weather", '{"city": "Oslo"}'), *call(1, "get_time", "{}")],
+    ),
+    Output(
+        "minimax m2",
+        MINIMAX,
+        'So.\n<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Oslo\n</parameter>\n'
+        '<parameter name="deep">{"a": [null]}</parameter>\n</invoke>\n<invoke name="get_time">\n</invoke>\n'
+        "</minimax:tool_call>",
+        [
+            Content("So.\n"),
+            *call(0, "get_weather", '{"city": "Oslo\\n", "deep": {"a": [null]}}'),
+            *call(1, "get_time", "{}"),
+        ],
+    ),
+    Output(
+        "deepseek v3.2",
+        DSML,
+        'Ja.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+        '<｜DSML｜parameter name="city" string="true">5 </｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="more" string="false">{"a": 5}</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="odd" string="false">five</｜DSML｜parameter>\n'
+        '</｜DSML｜invoke>\n<｜DSML｜invoke name="get_time">\n\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        [
+            Content("Ja.\n\n"),
+            *call(0, "get_weather", '{"city": "5 ", "more": {"a": 5}, "odd": "five"}'),
+            *call(1, "get_time", "{}"),
+        ],
+    ),
+    Output(
+        "deepseek v4",
+        DSML,
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_time">\n<｜DSML｜parameter name="zone">5</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+        call(0, "get_time", '{"zone": "5"}'),
+    ),
+    Output(
+        "kimi k2",
+        KIMI,
+        f"Let me see.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        f"{OSLO}<|tool_call_end|><|tool_call_begin|>functions.get_time:1<|tool_call_argument_begin|>{TIME}"
+        "<|tool_call_end|><|tool_calls_section_end|>",
+        [
+            Content("Let me see."),
+            *call(0, "get_weather", OSLO, "functions.get_weather:0"),
+            *call(1, "get_time", TIME, "functions.get_time:1"),
+        ],
+    ),
+    Output(
+        "kimi k2, ids that are none",
+        KIMI,
+        f"<|tool_call_begin|>get_time<|tool_call_argument_begin|>{TIME}<|tool_call_end|>"
+        f"<|tool_call_begin|>get_time:3<|tool_call_argument_begin|>{TIME}<|tool_call_end|>"
+        f"<|tool_call_begin|>get_time:3<|tool_call_argument_begin|>{TIME}<|tool_call_end|>",
+        [*call(0, "get_time", TIME), *call(1, "get_time", TIME, "get_time:3"), *call(2, "get_time", TIME)],
+    ),
+    Output(
+        "pythonic",
+        PYTHONIC,
+        '[get_weather(city="O\'slo", days=[1, -2.5e3, .5], note=\'a "b" \\n\\u00e9\\ud83c\\udf1e\\q\', '
+        "deep={'x': None, \"y\": [True, false,], }, ), get_time()]",
+        [
+            *call(
+                0,
+                "get_weather",
+                '{"city": "O\'slo", "days": [1, -2.5e3, 0.5], "note": "a \\"b\\" \\né🌞\\\\q", '
+                '"deep": {"x": null, "y": [true, false]}}',
+            ),
+            *call(1, "get_time", "{}"),
+        ],
+    ),
+    Output(
+        "pythonic, behind marks",
+        PYTHONIC,
+        'See: <|python_start|>[get_time(zone="""a\n"b" """)]<|python_end|> Yes.',
+        [Content("See: "), *call(0, "get_time", '{"zone": "a\\n\\"b\\" "}'), Content(" Yes.")],
+    ),
+    Output(
+        "pythonic, a call of nobody's",
+        PYTHONIC,
+        "[get_time(), get_lost(a=1)]",
+        [*call(0, "get_time", "{}"), Content(", get_lost(a=1)]")],
+    ),
 ]
 
 NO_CALLS = [
@@ -267,6 +435,26 @@ NO_CALLS = [
     (GPT_OSS, "<|start|>assistant"),
     (GPT_OSS, " to=functions.get_time"),
     (GPT_OSS, "<|channel|>" + "x" * 600),
+    (QWEN_CODER, "<tool_call>\n<function=unknown>\n</function>\n</tool_call>"),
+    (QWEN_CODER, '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'),
+    (QWEN_CODER, "<tool_call>\n<function=get_time>\nNo</function>"),
+    (QWEN_CODER, "<tool_call>\n<function=get_time"),
+    (QWEN_CODER, "Write <function=get_time> and <parameter=x>"),
+    (GLM, "<tool_call>get_time\nNo</tool_call>"),
+    (GLM, "<tool_call>unknown\n</tool_call>"),
+    (MINIMAX, '<minimax:tool_call>\n<invoke name="unknown">\n</invoke>\n</minimax:tool_call>'),
+    (MINIMAX, '<minimax:tool_call>\n<invoke name="get_time'),
+    (DSML, '<｜DSML｜function_calls>\n<｜DSML｜invoke name="unknown">\n</｜DSML｜invoke>'),
+    (DSML, "<｜DSML｜function_calls>\n</｜DSML｜function_calls>"),
+    (KIMI, "<|tool_calls_section_begin|><|tool_calls_section_end|>"),
+    (KIMI, "<|tool_calls_section_begin|><|tool_call_begin|>functions.unknown:0<|tool_call_argument_begin|>{}"),
+    (KIMI, "<|tool_call_begin|>functions.get_time:0<|tool_call_argument_begin|>none<|tool_call_end|>"),
+    (PYTHONIC, "[1, 2]"),
+    (PYTHONIC, "[unknown(a=1)]"),
+    (PYTHONIC, '[get_time("CET")]'),
+    (PYTHONIC, "[get_time("),
+    (PYTHONIC, "So: [get_time()]"),
+    (PYTHONIC, "<|python_start|>print(1)<|python_end|>"),
 ]
 """Outputs that hold no call: all of each is content."""
 
@@ -279,5 +467,22 @@ BROKEN = [
     (DEEPSEEK, f"{CALLS}{CALL}get_time{SEP}{{,}}{CALL_END}{CALLS_END}!", "{,}", "!"),
     (GPT_OSS, "<|channel|>commentary to=functions.get_time<|message|>{]<|call|>", "{]", ""),
     (GPT_OSS, "<|channel|>commentary to=functions.get_time<|message|>{} x<|call|>", "{}", " x"),
+    (QWEN_CODER, "<function=get_time>\n<parameter=a>\n1\n</paramet", '{"a": "1\\n</paramet', ""),
+    (QWEN_CODER, "<function=get_time>\n<parameter=a\n</function>!", "{<parameter=a\n", "!"),
+    (QWEN_CODER, "<function=get_time>\n<parameter=a>\n1\n</parameter>\n", '{"a": "1"', ""),
+    (
+        QWEN_CODER,
+        "<function=get_time><parameter=a>1</parameter> x </function>",
+        '{"a": "1</parameter> x </function>',
+        "",
+    ),
+    (GLM, "<tool_call>get_time\n<arg_key>a</arg_key>\n1</tool_call>", "{<arg_key>a</arg_key>\n1", ""),
+    (GLM, "<tool_call>get_time\n<arg_key>a</arg_key>\n<arg_value>1", '{"a": "1', ""),
+    (KIMI, "<|tool_call_begin|>get_time<|tool_call_argument_begin|>{,}<|tool_call_end|>!", "{,}", "!"),
+    (PYTHONIC, "[get_time(a=b)] more", '{"a": b)] more', ""),
+    (PYTHONIC, '[get_time(a="\\ud83c', '{"a": "\\ud83c', ""),
+    (PYTHONIC, "[get_time(a=1, 2)]", '{"a": 1, 2)]', ""),
+    (PYTHONIC, "[get_time(a={1: 2})]", '{"a": {1: 2})]', ""),
+    (PYTHONIC, "[get_time(a=inf)]", '{"a": inf)]', ""),
 ]
 """Calls that go wrong once they have begun: the format, the output, its arguments, its content."""

@@ -49,7 +49,8 @@ def plan_chat(asked: ChatRequest, written: OutputFormat, prompt: str) -> ChatPla
     inside = written.inside(prompt)
     several = asked.parallel_tool_calls is not False and not choice.startswith("function:")
     names = frozenset(f.name for f in functions) if functions else None
-    make = partial(written.parser, names, inside=inside, several=several)
+    schemas = {f.name: f.parameters for f in functions if f.parameters is not None}
+    make = partial(written.parser, names, schemas=schemas, inside=inside, several=several)
     if make() is None:
         return ChatPlan()
     return ChatPlan(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import orjson
@@ -25,6 +26,8 @@ class Tools(msgspec.Struct, frozen=True):
     """The functions that may be called; None takes any name."""
 
     names: Collection[str] | None = None
+    schemas: Mapping[str, Mapping[str, Any]] = {}
+    """JSON schemas of their arguments, as far as there are any: forms that write no types need them."""
 
     def has(self, name: str) -> bool:
         """True when `name` may be called."""

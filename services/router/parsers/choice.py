@@ -6,26 +6,31 @@ A family's marks are often special tokens, which the detokenizer leaves out: a f
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from engine_core.types.errors import ConfigError
-from services.router.parsers import bare_json, deepseek_v3, harmony, hermes, mistral, think
+from services.router.parsers import bare_json, deepseek_v3, harmony, hermes, kimi_k2, mistral, pythonic, tagged, think
 from services.router.parsers.bare_json import BareJsonParser
 from services.router.parsers.base import OutputParser, Part, ToolCallArguments, ToolCallBegin
 from services.router.parsers.call_object import Tools
 from services.router.parsers.deepseek_v3 import DeepSeekV3Parser
 from services.router.parsers.harmony import HarmonyParser
 from services.router.parsers.hermes import HermesParser
+from services.router.parsers.kimi_k2 import KimiK2Parser
 from services.router.parsers.mistral import MistralParser
+from services.router.parsers.pythonic import PythonicParser
 from services.router.parsers.reader import SteppedParser, Steps
+from services.router.parsers.tagged import TaggedParser
 from services.router.parsers.think import ReasoningFirst, ThinkParser
 
 AUTO, NONE = "auto", "none"
 GPT_OSS = "gpt_oss"
-_SAME = {"qwen": "hermes", "qwen3": "deepseek_r1"}
+_SAME = {"qwen": "hermes", "qwen3_xml": "qwen3_coder", "deepseek_v31": "deepseek_v3", "qwen3": "deepseek_r1"}
 """Two names of one format."""
+_NEWER = frozenset({"deepseek_v31"})
+"""Names that say which of a family's two forms it is."""
 
 _TOOL_MARKS: Mapping[str, tuple[str, ...]] = {
     "hermes": (hermes.OPEN, hermes.CLOSE),
@@ -38,6 +43,9 @@ _TOOL_MARKS: Mapping[str, tuple[str, ...]] = {
         deepseek_v3.CALL_END,
         deepseek_v3.SEP,
     ),
+    "kimi_k2": kimi_k2.MARKS,
+    "pythonic": pythonic.MARKS,
+    **{family: tags.special for family, tags in tagged.FAMILIES.items()},
     GPT_OSS: harmony.MARKS,
     "json": (),
     NONE: (),
@@ -48,7 +56,7 @@ _REASONING_MARKS: Mapping[str, tuple[str, ...]] = {
     GPT_OSS: harmony.MARKS,
     NONE: (),
 }
-TOOL_PARSERS = tuple(sorted({*_TOOL_MARKS, "qwen"} - {NONE}))
+TOOL_PARSERS = tuple(sorted({*_TOOL_MARKS, *(name for name, same in _SAME.items() if same in _TOOL_MARKS)} - {NONE}))
 REASONING_PARSERS = tuple(sorted({*_REASONING_MARKS, "qwen3"} - {NONE}))
 
 
@@ -95,18 +103,23 @@ class OutputFormat(msgspec.Struct, frozen=True):
         return True if end.endswith(opening) else False if end.endswith(closing) else None
 
     def parser(
-        self, names: Collection[str] | None, *, inside: bool | None = None, several: bool = True
+        self,
+        names: Collection[str] | None,
+        *,
+        schemas: Mapping[str, Mapping[str, Any]] = {},
+        inside: bool | None = None,
+        several: bool = True,
     ) -> OutputParser | None:
         """The parser of one output; None when all of it is content.
 
-        `names` are the functions that may be called, None for an output without tools. With `several` False calls
-        after the first are left out.
+        `names` are the functions that may be called, None for an output without tools; `schemas` those of their
+        arguments, for forms that write no types. With `several` False calls after the first are left out.
         """
         if self.reasoning == GPT_OSS or (self.tools == GPT_OSS and names is not None):
             tools = None if names is None or self.tools != GPT_OSS else Tools(names)
             parser: OutputParser = HarmonyParser(tools, reasoning=self.reasoning == GPT_OSS)
         else:
-            calls = None if names is None else _calls(self.tools, Tools(names))
+            calls = None if names is None else _calls(self.tools, Tools(names, schemas))
             if not self.thinks or inside is False:
                 if calls is None:
                     return None
@@ -154,7 +167,11 @@ def _calls(family: str, tools: Tools) -> SteppedParser | None:
             return MistralParser(tools)
         case "deepseek_v3":
             return DeepSeekV3Parser(tools)
-    return None
+        case "kimi_k2":
+            return KimiK2Parser(tools)
+        case "pythonic":
+            return PythonicParser(tools)
+    return TaggedParser(tools, tagged.FAMILIES[family]) if family in tagged.FAMILIES else None
 
 
 def choose_format(tools: str, reasoning: str, template: str, vocabulary: Vocabulary) -> OutputFormat:
@@ -164,6 +181,7 @@ def choose_format(tools: str, reasoning: str, template: str, vocabulary: Vocabul
     """
     _check(tools, TOOL_PARSERS, "tool_call_parser")
     _check(reasoning, REASONING_PARSERS, "reasoning_parser")
+    name = tools
     asked_tools, asked_reasoning = _SAME.get(tools, tools), _SAME.get(reasoning, reasoning)
     tools, reasoning = asked_tools, asked_reasoning
     if tools == AUTO:
@@ -181,7 +199,8 @@ def choose_format(tools: str, reasoning: str, template: str, vocabulary: Vocabul
         )
     marks = {*_TOOL_MARKS[tools], *_REASONING_MARKS[reasoning]}
     special = {mark: found for mark in marks if (found := vocabulary.special_id(mark)) is not None}
-    return OutputFormat(tools, reasoning, _is_newer(tools, template, vocabulary), special)
+    newer = name in _NEWER or _is_newer(tools, template, vocabulary)
+    return OutputFormat(tools, reasoning, newer, special)
 
 
 def _check(name: str, known: Collection[str], field: str) -> None:
@@ -190,15 +209,29 @@ def _check(name: str, known: Collection[str], field: str) -> None:
 
 
 def _tools_of(template: str, vocabulary: Vocabulary) -> str:
-    """The family by its marks; `json` for models that show none."""
-    if harmony.CHANNEL in template or vocabulary.has_token(harmony.CHANNEL):
-        return GPT_OSS
-    if deepseek_v3.CALLS in template or vocabulary.has_token(deepseek_v3.CALLS):
-        return "deepseek_v3"
-    if mistral.CALLS in template or vocabulary.has_token(mistral.CALLS):
-        return "mistral"
-    if hermes.OPEN in template and "<function=" not in template:  # that is another form with the same mark
-        return "hermes"
+    """The family by its marks; `json` for models that show none. Tokenizers keep the marks of older models: what the
+    template shows goes first."""
+    marked = (
+        (GPT_OSS, harmony.CHANNEL),
+        ("deepseek_v32", tagged.DSML),
+        ("deepseek_v3", deepseek_v3.CALLS),
+        ("kimi_k2", kimi_k2.CALLS),
+        ("minimax_m2", tagged.MINIMAX_M2.opens[0]),
+        ("mistral", mistral.CALLS),
+    )
+    for shows in (template.__contains__, vocabulary.has_token):
+        for family, mark in marked:
+            if shows(mark):
+                return family
+    if hermes.OPEN in template:
+        if tagged.GLM45.key in template:
+            return "glm45"
+        if tagged.QWEN3_CODER.head not in template:
+            return "hermes"
+        if tagged.QWEN3_CODER.key in template:
+            return "qwen3_coder"
+    if pythonic.SHOWN in template:
+        return "pythonic"
     if bare_json.PYTHON_TAG in template or ('"parameters": ' in template and "Environment: ipython" in template):
         return "llama3_json"
     return "json"
@@ -215,7 +248,14 @@ def _reasoning_of(template: str, vocabulary: Vocabulary) -> str:
 
 
 def _is_newer(tools: str, template: str, vocabulary: Vocabulary) -> bool:
-    """Mistral's calls with [ARGS], DeepSeek's without fences."""
-    if tools == "mistral":
-        return mistral.ARGS in template or vocabulary.has_token(mistral.ARGS)
-    return tools == "deepseek_v3" and deepseek_v3.CALLS in template and "```json" not in template
+    """Mistral's calls with [ARGS], DeepSeek's without fences, V4's other name for calls, GLM's without line breaks."""
+    match tools:
+        case "mistral":
+            return mistral.ARGS in template or vocabulary.has_token(mistral.ARGS)
+        case "deepseek_v3":
+            return deepseek_v3.CALLS in template and "```json" not in template
+        case "deepseek_v32":
+            return tagged.DEEPSEEK_V32.opens[1] in template
+        case "glm45":
+            return any(mark in template for mark in tagged.GLM_UNBROKEN)
+    return False

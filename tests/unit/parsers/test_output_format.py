@@ -28,6 +28,13 @@ QWEN3 = HERMES + "{{ content.split('</think>')[-1] }}"
 LLAMA = 'Environment: ipython {% if tools %}Respond with {"name": x, "parameters": y}, <|python_tag|>{% endif %}'
 V3 = "<｜tool▁calls▁begin｜>{{ tool['type'] }}<｜tool▁sep｜>{{ '\\n```json\\n' }}"
 V31 = "<｜tool▁calls▁begin｜>{{ name }}<｜tool▁sep｜>{{ arguments }} </think>"
+CODER = CHATML + "{% if tools %}<tool_call>\n<function=f>\n<parameter=p>\n1\n</parameter>{% endif %}"
+GLM45 = "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value> </think>"
+GLM47 = "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>{arg-value-1}</arg_value> </think>"
+MINIMAX = "{%- set toolcall_begin_token = '<minimax:tool_call>' -%} <think>"
+KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>{{ tool_call['id'] }}<|tool_call_argument_begin|>"
+PYTHONIC = "Environment: ipython [func_name1(params_name1=params_value1, params_name2=params_value2...)]"
+V32_VOCABULARY = Vocabulary({"｜DSML｜": 9}, ["<｜tool▁calls▁begin｜>", "</think>"])
 MISTRAL_SPECIAL = {"[TOOL_CALLS]": 9, "[ARGS]": 32, "[THINK]": 34, "[/THINK]": 35}
 HARMONY_SPECIAL = {"<|channel|>": 5, "<|message|>": 8, "<|start|>": 6, "<|end|>": 7, "<|call|>": 12}
 
@@ -46,6 +53,16 @@ HARMONY_SPECIAL = {"<|channel|>": 5, "<|message|>": 8, "<|start|>": 6, "<|end|>"
         (V3, Vocabulary(), "deepseek_v3", "none", False),
         (V31, Vocabulary(), "deepseek_v3", "deepseek_r1", True),
         ("<|channel|>", Vocabulary(HARMONY_SPECIAL), "gpt_oss", "gpt_oss", False),
+        (CODER, Vocabulary(plain=["<tool_call>"]), "qwen3_coder", "none", False),
+        (CODER + "</think>", Vocabulary(), "qwen3_coder", "deepseek_r1", False),
+        (GLM45, Vocabulary(), "glm45", "deepseek_r1", False),
+        (GLM47, Vocabulary(), "glm45", "deepseek_r1", True),
+        (MINIMAX, Vocabulary(plain=["</think>"]), "minimax_m2", "deepseek_r1", False),
+        (KIMI, Vocabulary(), "kimi_k2", "none", False),
+        (PYTHONIC, Vocabulary({"<|python_tag|>": 3}), "pythonic", "none", False),
+        ("", V32_VOCABULARY, "deepseek_v32", "deepseek_r1", False),
+        ("<｜DSML｜tool_calls>", V32_VOCABULARY, "deepseek_v32", "deepseek_r1", True),
+        (V31, V32_VOCABULARY, "deepseek_v3", "deepseek_r1", True),
     ],
 )
 def test_auto_goes_by_template_and_vocabulary(
@@ -60,6 +77,8 @@ def test_names_go_before_what_the_template_shows() -> None:
     assert (found.tools, found.reasoning) == ("mistral", "none")
     same = choose_format("qwen", "qwen3", CHATML, Vocabulary())
     assert (same.tools, same.reasoning) == ("hermes", "deepseek_r1")
+    newer = choose_format("deepseek_v31", "none", CHATML, Vocabulary())
+    assert (newer.tools, newer.variant) == ("deepseek_v3", True)
 
 
 @pytest.mark.parametrize(("tools", "reasoning"), [("gpt_oss", "auto"), ("auto", "gpt_oss")])
@@ -75,8 +94,9 @@ def test_gpt_oss_reads_both(tools: str, reasoning: str) -> None:
             "hermez",
             "auto",
             "tool_call_parser",
-            "tool_call_parser: 'hermez' is unknown; there is auto, none, deepseek_v3, gpt_oss, hermes, json, "
-            "llama3_json, mistral, qwen",
+            "tool_call_parser: 'hermez' is unknown; there is auto, none, deepseek_v3, deepseek_v31, "
+            "deepseek_v32, glm45, gpt_oss, hermes, json, kimi_k2, llama3_json, minimax_m2, mistral, pythonic, qwen, "
+            "qwen3_coder, qwen3_xml",
         ),
         (
             "auto",

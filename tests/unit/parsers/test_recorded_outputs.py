@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.router.parsers.base import Content, OutputParser, Reasoning, ToolCallArguments, ToolCallBegin
 from services.router.parsers.choice import OutputFormat
-from tests.support.outputs import BROKEN, FORMATS, HERMES, NAMES, NO_CALLS, RECORDED, Output, read
+from tests.support.outputs import BROKEN, FORMATS, HERMES, NAMES, NO_CALLS, RECORDED, SCHEMAS, Output, read
 
 ALL_TEXTS = [
     *((o.written, o.inside, o.text) for o in RECORDED),
@@ -120,7 +120,7 @@ def test_without_tools_calls_are_content() -> None:
 
 @pytest.mark.parametrize("output", [o for o in RECORDED if len({getattr(p, "index", 0) for p in o.parts}) > 1])
 def test_one_call_at_most_where_no_more_are_wanted(output: Output) -> None:
-    parser = output.written.parser(NAMES, inside=output.inside, several=False)
+    parser = output.written.parser(NAMES, schemas=SCHEMAS, inside=output.inside, several=False)
     assert parser is not None
     assert read(parser, list(output.text)) == [p for p in output.parts if getattr(p, "index", 0) == 0]
 
@@ -132,6 +132,6 @@ def test_deep_values_end_before_they_are_too_deep() -> None:
 
 
 def _parser(written: OutputFormat, inside: bool | None = None) -> OutputParser:
-    parser = written.parser(NAMES, inside=inside)
+    parser = written.parser(NAMES, schemas=SCHEMAS, inside=inside)
     assert parser is not None
     return parser

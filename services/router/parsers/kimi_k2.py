@@ -1,0 +1,79 @@
+"""Kimi K2. A call's id holds its name and counts the calls of the whole chat:
+
+    <|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Oslo"}
+    <|tool_call_end|><|tool_calls_section_end|>
+
+without line breaks. The template writes ids as they are, so the client gets the model's own; one that the output has
+twice is minted.
+"""
+
+from __future__ import annotations
+
+import re
+
+from services.router.parsers.call_object import Tools, stream_object
+from services.router.parsers.reader import SteppedParser, Steps
+
+CALLS, CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+CALL, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+MARKS = (CALLS, CALLS_END, CALL, ARGUMENTS, CALL_END)
+PREFIX = "functions."
+_ID_CHAR = re.compile(r"[a-zA-Z0-9_.:-]")
+_ID = re.compile(r"(?:functions\.)?([a-zA-Z0-9_.-]+?)(?::\d+)?")
+
+
+class KimiK2Parser(SteppedParser):
+    """Reads calls; a model that leaves out the outer marks is understood too."""
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
+        self._ids: set[str] = set()
+        super().__init__()
+
+    def read(self) -> Steps[None]:
+        """See SteppedParser."""
+        reader = self.reader
+        while mark := (yield from reader.until((CALLS, CALL), reader.content)):
+            reader.hold()
+            if mark == CALLS:
+                yield from reader.space()
+            begun = mark == CALL or (yield from reader.literal(CALL))
+            if not begun or not (yield from self._call()):
+                reader.rewind()
+                reader.content(mark)
+                continue
+            while True:
+                reader.hold()
+                yield from reader.space()
+                if not (yield from reader.literal(CALL)) or not (yield from self._call()):
+                    reader.rewind()
+                    break
+            reader.hold()
+            yield from reader.space()
+            if (yield from reader.literal(CALLS_END)):
+                reader.release()
+            else:
+                reader.rewind()
+
+    def _call(self) -> Steps[bool]:
+        """One call behind its mark."""
+        reader = self.reader
+        yield from reader.space()
+        call_id = yield from reader.matching(_ID_CHAR, 256)
+        found = _ID.fullmatch(call_id)
+        yield from reader.space()
+        if found is None or not self._tools.has(found.group(1)) or not (yield from reader.literal(ARGUMENTS)):
+            return False
+        if (yield from reader.space()) != "{":
+            return False
+        fresh = call_id != found.group(1) and call_id not in self._ids
+        self._ids.add(call_id)
+        reader.begin(found.group(1), call_id if fresh else "")
+        yield from stream_object(reader, (CALL_END, CALLS_END))
+        reader.hold()
+        yield from reader.space()
+        if (yield from reader.literal(CALL_END)):
+            reader.release()
+        else:
+            reader.rewind()
+        return True

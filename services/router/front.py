@@ -41,7 +41,7 @@ from services.router.parsers.choice import OutputFormat, choose_format
 from services.router.prompt_log import log_answers, log_prompts
 from services.router.routing.admission import NO_LIMIT, Admission, Demand, Room, Ticket, room_of
 from services.router.routing.mesh import Mesh
-from services.router.routing.placement import largest_limit
+from services.router.routing.placement import largest_limit, only_fingerprint
 from services.router.sampling_schema import SamplingRequest
 from services.router.text.tokenizer import RouterTokenizer, read_json
 from services.router.trace import Trace, TraceRing
@@ -118,6 +118,7 @@ class Front:
         self.config, self.tokenizer, self.model, self.mesh, self.figures = config, tokenizer, model, mesh, figures
         self.metrics: RouterMetrics = mesh.metrics
         self._room: Room = NO_LIMIT
+        self._fingerprint = ""
         self.admission = Admission(
             config.max_in_flight,
             config.max_queued,
@@ -136,7 +137,9 @@ class Front:
         self.draining = False
 
     def _on_table(self) -> None:
-        self._room = room_of(self.mesh.table.rows(), self.mesh.digest, self.config.pool_headroom)
+        rows = self.mesh.table.rows()
+        self._room = room_of(rows, self.mesh.digest, self.config.pool_headroom)
+        self._fingerprint = only_fingerprint(rows, self.mesh.digest)
         self.admission.pump()
 
     # ---- checking ---------------------------------------------------------------------------------
@@ -156,6 +159,12 @@ class Front:
                 reason="MODEL_NOT_FOUND",
             )
         return name
+
+    @property
+    def system_fingerprint(self) -> str | None:
+        """What replies say of model and arithmetic: the same name, the same draws from the same seed. None while ready
+        workers differ in that, or there are none."""
+        return f"fp_{self._fingerprint[:12]}" if self._fingerprint else None
 
     @property
     def token_limit(self) -> int:

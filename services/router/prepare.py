@@ -68,4 +68,5 @@ def reply_spec(front: Front, asked: SamplingRequest, submission: Submission, mod
         logprobs=asked.best_tokens(),
         prompt_logprobs=asked.prompt_logprobs,
         timings=timings_of if submission.timings else None,
+        system_fingerprint=front.system_fingerprint,
     )

@@ -35,6 +35,8 @@ class ReplySpec(msgspec.Struct, frozen=True):
     prompt_logprobs: int | None = None
     """The same per position of the prompt, in vLLM's form."""
     timings: TimingsOf | None = None
+    system_fingerprint: str | None = None
+    """Names the model and the arithmetic that replies come from."""
 
     def detokenizer(self) -> Detokenizer:
         """The state that one output's text comes from."""

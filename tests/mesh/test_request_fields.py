@@ -254,9 +254,11 @@ async def test_usage_is_exact_in_every_mode(llama: Served, http: httpx.AsyncClie
         "prompt_tokens": 50,
         "completion_tokens": 10,
         "total_tokens": 60,
-        "prompt_tokens_details": {"cached_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": 0},
-    }
+        "prompt_tokens_details": {"cached_tokens": 0, "audio_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0, "audio_tokens": 0, "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0,
+        },
+    }  # fmt: skip
     options = {"include_usage": True, "continuous_usage_stats": True}
     parts = await events(http, COMPLETIONS, **body, stream_options=options)
     assert parts[-1]["choices"] == [] and parts[-1]["usage"]["total_tokens"] == 60

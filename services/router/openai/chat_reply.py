@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -22,6 +22,7 @@ class ChatReply(Reply):
     prefix = "chatcmpl-"
     whole = "chat.completion"
     part = "chat.completion.chunk"
+    more = {"service_tier": "default"}  # noqa: RUF012  # there is one
 
     def __init__(self, spec: ReplySpec, parser_of: ParserOf | None = None) -> None:
         super().__init__(spec)
@@ -52,11 +53,11 @@ class ChatReply(Reply):
 
     def _message(self, index: int) -> dict[str, Any]:
         if not self._outputs:
-            return {"role": "assistant", "content": "".join(self._texts[index]), "refusal": None}
+            return {"role": "assistant", "content": "".join(self._texts[index]), **_NOT_HERE}
         found = self._gathered[index]
         calls, reasoning = found.calls, found.reasoning
         content = found.content or (None if calls or reasoning else "")
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": content, **_NOT_HERE}
         if reasoning:
             message |= {"reasoning_content": reasoning, "reasoning": reasoning}
         if calls:
@@ -80,7 +81,7 @@ class ChatReply(Reply):
         tail = b',"prompt_token_ids":' + orjson.dumps(list(self.spec.prompts[0])) if self.spec.token_ids else b""
         if self.spec.prompt_logprobs is not None:
             tail += b',"prompt_logprobs":' + orjson.dumps(self._prompt_logprobs(0))
-        return self._chunk(index, b'"delta":{"role":"assistant","content":""}', None, tail=tail)
+        return self._chunk(index, b'"delta":{"role":"assistant","content":"","refusal":null}', None, tail=tail)
 
     def _next(self, index: int, delta: Delta) -> bytes:
         if self._outputs:
@@ -102,6 +103,10 @@ class ChatReply(Reply):
 
     def _reasoning_tokens(self) -> int:
         return sum(output.reasoning_tokens for output in self._outputs)
+
+
+_NOT_HERE: Mapping[str, Any] = {"refusal": None, "annotations": []}
+"""What OpenAI's messages always have, and clients read."""
 
 
 def _delta_of(parts: Sequence[Part]) -> dict[str, Any]:

@@ -37,12 +37,16 @@ class PromptTokensDetails(AnyReply):
     """Of the prompt's tokens."""
 
     cached_tokens: int = Field(ge=0)
+    audio_tokens: Literal[0]
 
 
 class CompletionTokensDetails(AnyReply):
     """Of the output's tokens."""
 
     reasoning_tokens: int = Field(ge=0)
+    audio_tokens: Literal[0]
+    accepted_prediction_tokens: Literal[0]
+    rejected_prediction_tokens: Literal[0]
 
 
 class Usage(AnyReply):
@@ -84,6 +88,7 @@ class Completion(AnyReply):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str | None
     choices: list[CompletionChoice]
     usage: Usage
 
@@ -128,7 +133,8 @@ class AssistantMessage(AnyReply):
 
     role: Literal["assistant"]
     content: str | None
-    refusal: str | None
+    refusal: None
+    annotations: list[dict[str, Any]]
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: list[ToolCallReply] | None = None
@@ -152,6 +158,8 @@ class ChatCompletion(AnyReply):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str | None
+    service_tier: Literal["default"]
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None

@@ -10,7 +10,7 @@ text. `token_ids`, `prompt_token_ids` and `prompt_logprobs` appear where vLLM ha
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -32,14 +32,18 @@ class Usage(msgspec.Struct):
 
     def as_json(self) -> dict[str, Any]:
         """As OpenAI writes it."""
-        cached = None if self.cached_tokens is None else {"cached_tokens": self.cached_tokens}
+        cached = None if self.cached_tokens is None else {"cached_tokens": self.cached_tokens, "audio_tokens": 0}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": cached,
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens, **_NO_SUCH_TOKENS},
         }
+
+
+_NO_SUCH_TOKENS = {"audio_tokens": 0, "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+"""What OpenAI counts beside, and some clients read."""
 
 
 class Reply:
@@ -48,6 +52,8 @@ class Reply:
     prefix = ""
     whole = ""
     part = ""
+    more: Mapping[str, Any] = {}
+    """What stands in the head of whole replies and chunks alike."""
 
     def __init__(self, spec: ReplySpec) -> None:
         self.spec = spec
@@ -57,6 +63,8 @@ class Reply:
             "object": self.whole,
             "created": int(time.time()),
             "model": spec.model,
+            "system_fingerprint": spec.system_fingerprint,
+            **self.more,
         }
         head = orjson.dumps({**self._head, "object": self.part})[:-1]
         self._start = b"data: " + head + b',"choices":['

@@ -212,6 +212,16 @@ def largest_limit(rows: Sequence[RankRow], tokenizer_digest: str) -> int:
     return max((_pair_limit(d, ps) for d, ps in _partners(usable, 0)), default=0)
 
 
+def only_fingerprint(rows: Sequence[RankRow], tokenizer_digest: str) -> str:
+    """The one fingerprint of all ready workers of this tokenizer; empty when they have several, or there are none."""
+    found = {
+        r.instance.fingerprint
+        for r in rows
+        if r.is_leader and r.state is MembershipState.READY and r.instance.tokenizer_digest == tokenizer_digest
+    }
+    return found.pop() if len(found) == 1 else ""
+
+
 def _partners(usable: Sequence[RankRow], prompt_tokens: int) -> list[tuple[RankRow, list[RankRow]]]:
     """Rows that can generate, each with the prefill rows it may use (none for MIXED). Decode rows of one
     fingerprint share one list."""

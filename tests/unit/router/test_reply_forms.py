@@ -28,6 +28,10 @@ from tests.support.models import tiny_model
 
 EOS = 2
 
+NOTHING_ELSE = {
+    "reasoning_tokens": 0, "audio_tokens": 0, "accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0,
+}  # fmt: skip
+
 
 @functools.cache
 def tokenizer() -> RouterTokenizer:
@@ -235,7 +239,10 @@ def test_the_best_samples_by_their_mean_log_probability() -> None:
     assert body["choices"][0]["logprobs"] is None
     spent = sum(len(o[-1].token_ids) for o in outputs)
     assert body["usage"]["prompt_tokens"] == 3 and body["usage"]["completion_tokens"] == spent
-    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}  # of each prompt's first sample
+    assert body["usage"]["prompt_tokens_details"] == {
+        "cached_tokens": 4,
+        "audio_tokens": 0,
+    }  # of each prompt's first sample
 
 
 # ---- reasoning and tool calls -----------------------------------------------------------------------------------
@@ -273,7 +280,7 @@ def test_reasoning_content_and_calls(per_delta: int) -> None:
     last = [ChatCompletionChunk.model_validate(c) for c in chunks]
     assert last[-1].usage is not None and last[-2].choices[0].finish_reason == "tool_calls"
     parts = [c["choices"][0]["delta"] for c in chunks[:-1]]
-    assert parts[0] == {"role": "assistant", "content": ""}
+    assert parts[0] == {"role": "assistant", "content": "", "refusal": None}
     assert "".join(p.get("reasoning_content", "") for p in parts) == "the user is in </b> there"
     assert "".join(p.get("content", "") for p in parts) == "so: "
     entries = [e for p in parts for e in p.get("tool_calls", [])]
@@ -328,8 +335,8 @@ def test_usage_of_a_stream_comes_only_when_asked_for() -> None:
         "prompt_tokens": 2,
         "completion_tokens": count,
         "total_tokens": 2 + count,
-        "prompt_tokens_details": {"cached_tokens": 2},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": 2, "audio_tokens": 0},
+        "completion_tokens_details": NOTHING_ELSE,
     }
     running = stream(ChatReply(spec(continuous_usage=True)), [output])
     assert [c["usage"]["completion_tokens"] for c in running] == [0, *range(1, count + 1)]

@@ -19,7 +19,8 @@ from rich.console import Console
 from engine_core.types.errors import NotFoundError, UnavailableError
 from pdmesh.bootstrap.v1 import bootstrap_service_pb2, bootstrap_service_pb2_grpc, rank_table_pb2
 from services.cli.options import add_command, query_fields
-from services.cli.status import get_table, http_client, plain_table, wide_console
+from services.cli.routers import http_client, refusal, trouble
+from services.cli.status import get_table, plain_table, wide_console
 from services.config import QueryConfig, load
 from services.runtime.api_keys import key_to_send
 from services.runtime.channels import ChannelPool
@@ -120,11 +121,9 @@ async def ask_routers(
             try:
                 answer = await client.get(f"{http_url(service.http_endpoint)}/explain/{request_id}")
                 data = answer.json() if answer.status_code == 200 else {}
-                error = "it wants an API key: give --api-key-file" if answer.status_code == 401 else ""
+                error = str(refusal(answer) or "")
             except (httpx.HTTPError, ValueError) as exc:
-                error = f"{type(exc).__name__} {exc}"
-                if "CERTIFICATE_VERIFY_FAILED" in error:
-                    error += "; name the authority of its certificate with --http-ca"
+                error = str(trouble(exc))
             silent = {"process": f"router {service.http_endpoint}", "error": error} if error else None
             moves = [router_move(move) for move in data.get("moves", ())]
             answers.append({"rooms": data.get("rooms", ()), "moves": moves, "silent": silent})

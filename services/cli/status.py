@@ -1,12 +1,13 @@
 """`pdmesh status`: the rank table, and every worker and router asked live.
 
-A worker that does not answer is shown as the table has it, with `answers: false` and the error.
+Who does not answer is shown as the table has it, with `answers: false` and the error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,13 +21,12 @@ from rich.table import Table
 from engine_core.types.errors import Leg, UnavailableError
 from pdmesh.bootstrap.v1 import bootstrap_service_pb2, bootstrap_service_pb2_grpc, rank_table_pb2
 from services.cli.options import add_command, query_fields
+from services.cli.routers import http_client, trouble
 from services.config import QueryConfig, load
-from services.runtime.api_keys import bearer
 from services.runtime.channels import ChannelPool
 from services.runtime.errors import from_rpc_error
 from services.runtime.security import Security
 from services.runtime.tasks import run
-from services.runtime.tls import client_context
 from services.wire.bootstrap import http_url
 from services.worker.survey import KV_STATES, ask_rank
 
@@ -73,19 +73,12 @@ async def collect(
     try:
         table = await get_table(pool, bootstrap, timeout)
         ranks = await asyncio.gather(*(ask_rank(pool, row, timeout) for row in table.rows))
-        routers = await _answering(table.services, timeout, http_ca)
+        routers = await _services(table.services, timeout, http_ca)
     finally:
         await pool.close()
     ranks = sorted(ranks, key=lambda r: (r["instance"], r["dp"], r["cp"], r["tp"]))
     workers = [
-        {
-            "name": r["role"].lower(),
-            "pid": r["pid"],
-            "host": r["host"],
-            "endpoint": r["endpoint"],
-            "instance": r["instance"],
-            "metrics": r["metrics_endpoint"],
-        }
+        _service(r["role"].lower(), r["pid"], r["host"], r["endpoint"], r["instance"], r["metrics_endpoint"])
         for r in ranks
         if r["answers"]
     ]
@@ -111,37 +104,39 @@ async def get_table(pool: ChannelPool, bootstrap: str, timeout: float) -> bootst
         raise UnavailableError(f"Bootstrap at {bootstrap} does not answer: {exc.code().name} {why}") from exc
 
 
-def http_client(timeout: float, ca: str = "", key: str = "") -> httpx.AsyncClient:
-    """A client for routers that shows them an API key. Raises ConfigError when the file of authorities is none."""
-    verify = client_context(ca) if ca else True
-    return httpx.AsyncClient(timeout=timeout, trust_env=False, verify=verify, headers=bearer(key))
-
-
-async def _answering(services: Any, timeout: float, http_ca: str) -> list[dict[str, Any]]:
-    """The services that answer now: those with an HTTP address are asked, of the others Bootstrap has a stream."""
+async def _services(services: Iterable[rank_table_pb2.Service], timeout: float, http_ca: str) -> list[dict[str, Any]]:
+    """Those that have a stream at Bootstrap; whoever has an HTTP address is asked whether he answers there."""
     async with http_client(timeout, http_ca) as client:
 
-        async def answers(service: rank_table_pb2.Service) -> bool:
+        async def why_silent(service: rank_table_pb2.Service) -> str:
             if not service.http_endpoint:
-                return True
+                return ""
             try:
-                return (await client.get(f"{http_url(service.http_endpoint)}/liveness")).status_code < 500
-            except httpx.HTTPError:
-                return False
+                answer = await client.get(f"{http_url(service.http_endpoint)}/liveness")
+            except httpx.HTTPError as exc:
+                return str(trouble(exc))
+            return f"its answer is {answer.status_code}" if answer.status_code >= 500 else ""
 
-        alive = await asyncio.gather(*(answers(s) for s in services))
+        errors = await asyncio.gather(*(why_silent(s) for s in services))
     return [
-        {
-            "name": s.name,
-            "pid": s.pid,
-            "host": s.host,
-            "endpoint": s.http_endpoint,
-            "instance": "",
-            "metrics": s.metrics_endpoint,
-        }
-        for s, yes in zip(services, alive, strict=True)
-        if yes
+        _service(s.name, s.pid, s.host, s.http_endpoint, "", s.metrics_endpoint, error)
+        for s, error in zip(services, errors, strict=True)
     ]
+
+
+def _service(
+    name: str, pid: int, host: str, endpoint: str, instance: str, metrics: str, error: str = ""
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "pid": pid,
+        "host": host,
+        "endpoint": endpoint,
+        "instance": instance,
+        "metrics": metrics,
+        "answers": not error,
+        "error": error,
+    }
 
 
 def _unique(services: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -185,12 +180,16 @@ def show(status: dict[str, Any], console: Console) -> None:
             pairs.add_row(
                 r["instance"], p["peer_instance"], p["transport"], p["reason"], up, amount, rate, str(p["failures"])
             )
-    services = plain_table("service", "instance", "pid", "host", "address", "/metrics at", title="Processes")
+    services = plain_table("service", "instance", "pid", "host", "address", "/metrics at", "answers", title="Processes")
     for s in status["services"]:
-        services.add_row(s["name"], s["instance"], str(s["pid"]), s["host"], s["endpoint"], s["metrics"])
+        answers = "yes" if s["answers"] else "no"
+        services.add_row(s["name"], s["instance"], str(s["pid"]), s["host"], s["endpoint"], s["metrics"], answers)
     for table in (ranks, kv, pairs, services):
         if table.row_count:
             console.print(table)
+    for s in status["services"]:
+        if not s["answers"]:
+            console.print(f"{s['name']} {s['endpoint']} does not answer: {s['error']}")
     for r in status["ranks"]:
         if not r["answers"]:
             console.print(f"{r['instance']} does not answer: {r['error']}")

@@ -26,7 +26,8 @@ from rich.live import Live
 from engine_core.types.errors import UnavailableError
 from pdmesh.bootstrap.v1 import rank_table_pb2
 from services.cli.options import add_command, query_fields
-from services.cli.status import get_table, http_client
+from services.cli.routers import http_client, refusal, trouble
+from services.cli.status import get_table
 from services.cli.top_view import SORTS, Frame, RouterLook, render
 from services.config import QueryConfig, load
 from services.runtime.api_keys import key_to_send
@@ -211,12 +212,12 @@ class Source:
             answer = await self._http.get(f"{http_url(endpoint)}/console/api/mesh", params={"since": since})
             if answer.status_code == 404:
                 return RouterLook(endpoint, None, "serves no console, so its requests are not shown", {})
-            if answer.status_code == 401:
-                return RouterLook(endpoint, None, "wants an API key: give --api-key-file", {})
+            if (refused := refusal(answer)) is not None:
+                return RouterLook(endpoint, None, f"does not show its requests: {refused}", {})
             answer.raise_for_status()
             data = answer.json()
         except (httpx.HTTPError, ValueError) as exc:
-            return RouterLook(endpoint, None, f"does not answer: {type(exc).__name__}", history)
+            return RouterLook(endpoint, None, f"does not answer: {trouble(exc)}", history)
         _extend(history, data["history"])
         return RouterLook(endpoint, data["mesh"], "", history)
 

@@ -159,7 +159,7 @@ class Serving:
     async def pids(self) -> dict[str, int]:
         """All processes of the mesh: service processes by name, engines as NAME/engine."""
         status = await self.status()
-        found = {s["instance"] or s["name"]: s["pid"] for s in status["services"]}
+        found = {s["instance"] or s["name"]: s["pid"] for s in status["services"] if s["answers"]}
         return found | {f"{r['instance']}/engine": r["engine_pid"] for r in status["ranks"] if r["answers"]}
 
     async def timelines(self, request_ids: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -16,7 +16,8 @@ from engine_core.types.errors import Leg, UnavailableError
 from engine_core.types.request import Role
 from pdmesh.common.v1 import worker_pb2, worker_pb2_grpc
 from services.cli.doctor.findings import Finding, error, ok, warning
-from services.cli.status import get_table, http_client
+from services.cli.routers import Trouble, http_client, trouble
+from services.cli.status import get_table
 from services.config import QueryConfig
 from services.runtime.channels import ChannelPool
 from services.runtime.errors import from_rpc_error
@@ -53,8 +54,8 @@ class Seen:
     bootstraps: dict[str, list[RankRow] | str] = field(default_factory=dict)
     """The rows of each, or why there are none."""
     workers: list[Worker] = field(default_factory=list)
-    routers: dict[str, str] = field(default_factory=dict)
-    """By address: why one is not ready; empty when it is."""
+    routers: dict[str, Trouble | None] = field(default_factory=dict)
+    """By address: why one is not ready; None when it is."""
 
 
 async def gather(config: QueryConfig) -> Seen:
@@ -90,15 +91,16 @@ async def _ask(pool: ChannelPool, row: RankRow, timeout: float) -> Worker:
     return Worker(row, stats, skew=skew)
 
 
-async def _ask_routers(endpoints: Sequence[str], config: QueryConfig) -> dict[str, str]:
+async def _ask_routers(endpoints: Sequence[str], config: QueryConfig) -> dict[str, Trouble | None]:
     async with http_client(config.query_timeout, config.http_ca) as client:
 
-        async def ask(endpoint: str) -> str:
+        async def ask(endpoint: str) -> Trouble | None:
             try:
                 answer = await client.get(f"{http_url(endpoint)}/readiness")
             except httpx.HTTPError as exc:
-                return f"does not answer: {type(exc).__name__} {exc}"
-            return "" if answer.status_code == 200 else f"is not ready: {answer.text[:200]}"
+                why = trouble(exc)
+                return Trouble(f"does not answer: {why.what}", why.advice)
+            return None if answer.status_code == 200 else Trouble(f"is not ready: {answer.text[:200]}")
 
         return dict(zip(endpoints, await asyncio.gather(*map(ask, endpoints)), strict=True))
 
@@ -271,12 +273,11 @@ def _transfers(workers: Sequence[Worker]) -> Iterator[Finding]:
         yield ok("transfer", f"{len(up)} {'pair is' if len(up) == 1 else 'pairs are'} linked")
 
 
-def _routers(routers: dict[str, str]) -> Iterator[Finding]:
+def _routers(routers: Mapping[str, Trouble | None]) -> Iterator[Finding]:
     if not routers:
         yield warning("router", "none watches the rank table", "start `pdmesh router`, with the same --bootstrap")
     for address, why in routers.items():
-        unknown = "CERTIFICATE_VERIFY_FAILED" in why
-        advice = (
-            "name the authority of its certificate with --http-ca" if unknown else "see its log, and the findings above"
-        )
-        yield (error("router", f"{address} {why}", advice) if why else ok("router", f"{address} is ready"))
+        if why is None:
+            yield ok("router", f"{address} is ready")
+        else:
+            yield error("router", f"{address} {why.what}", why.advice or "see its log, and the findings above")

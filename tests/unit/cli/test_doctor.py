@@ -21,6 +21,7 @@ from services.cli.doctor.command import show
 from services.cli.doctor.findings import Finding, Level, worst
 from services.cli.doctor.mesh import Seen, Worker, judge
 from services.cli.main import run
+from services.cli.routers import Trouble
 from services.config import QueryConfig
 from tests.support.rows import instance_spec, rank_row
 
@@ -146,7 +147,7 @@ def worker(name: str, role: Role, *, silent: bool = False, skew: float = 0.0, **
 
 
 def seen(*workers: Worker, **more: Any) -> Seen:
-    return Seen({"b": [w.row for w in workers]}, list(workers), more.get("routers", {"r:1": ""}))
+    return Seen({"b": [w.row for w in workers]}, list(workers), more.get("routers", {"r:1": None}))
 
 
 def pair(*more: Worker) -> tuple[Worker, ...]:
@@ -168,7 +169,7 @@ class TestMesh:
         nobody = Seen({"a": "Bootstrap at a does not answer"})
         assert bad(judge(nobody, "1")) == ["Bootstrap at a does not answer"]
         p0, d0 = pair()
-        unequal = Seen({"a": [p0.row, d0.row], "b": [p0.row]}, [p0, d0], {"r": ""})
+        unequal = Seen({"a": [p0.row, d0.row], "b": [p0.row]}, [p0, d0], {"r": None})
         assert bad(judge(unequal, "1")) == ["b does not know d0, which others do"]
 
     def test_workers(self) -> None:
@@ -235,10 +236,12 @@ class TestMesh:
 
     def test_routers(self) -> None:
         assert bad(judge(seen(*pair(), routers={}), "1")) == ["none watches the rank table"]
-        assert bad(judge(seen(*pair(), routers={"r:1": "is not ready: no pair"}), "1")) == ["r:1 is not ready: no pair"]
-        stranger = seen(*pair(), routers={"https://r:1": "does not answer: ConnectError CERTIFICATE_VERIFY_FAILED"})
-        assert [f.advice for f in judge(stranger, "1") if f.level is Level.ERROR] == [
-            "name the authority of its certificate with --http-ca"
+        waits, stranger = Trouble("is not ready: no pair"), Trouble("does not answer: whoever", "ask somebody")
+        found = list(judge(seen(*pair(), routers={"r:1": waits, "https://r:1": stranger, "r:2": None}), "1"))
+        assert bad(found) == ["r:1 is not ready: no pair", "https://r:1 does not answer: whoever"]
+        assert [f.advice for f in found if f.level is Level.ERROR] == [
+            "see its log, and the findings above",
+            "ask somebody",
         ]
 
 

@@ -74,6 +74,8 @@ def test_tables_name_what_matters() -> None:
                 "host": "h",
                 "endpoint": "127.0.0.1:8000",
                 "metrics": "127.0.0.1:9100",
+                "answers": True,
+                "error": "",
             }
         ],
     }

@@ -37,7 +37,7 @@ class ItemReply:
         self._names = TokenNames(self.spec.tokenizer.bytes, as_ids=self.spec.tokens_as_ids)
         self._positions: TextPositions | None = None
         if self.spec.logprobs is not None:
-            self._positions = TextPositions(prepared.parser_of, self.spec.detokenizer())
+            self._positions = TextPositions(self.spec.detokenizer())
         self._listed: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
         """Log probabilities by item."""
         self._begun = False
@@ -99,12 +99,14 @@ class ItemReply:
     # ---- parts ----------------------------------------------------------------------------------------
 
     def _steps(self, delta: Delta) -> list[Step]:
+        parts = self._output.take(delta)
         if self._positions is not None:
             check_count(delta.token_ids, delta.logprobs)
             self._positions.add(delta.logprobs)
+            self._positions.take(parts, self._output.sources)
             if delta.result is not None:
                 self._positions.finish()
-        steps = self._items.take(self._output.take(delta))
+        steps = self._items.take(parts)
         if delta.result is not None:
             steps += self._items.end(cut=delta.result.finish_reason == "length")
         return steps
@@ -113,7 +115,7 @@ class ItemReply:
         """The log probabilities of an item's text that are new."""
         if self._positions is None or item.kind is not ItemKind.TEXT:
             return []
-        new = chat_logprobs(self._names, self._positions.take(item.run), self.spec.logprobs or 0)
+        new = chat_logprobs(self._names, self._positions.new(item.run), self.spec.logprobs or 0)
         self._listed[item.index] += new
         return new
 

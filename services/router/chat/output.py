@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from services.router.chat.text_positions import ThoughtCount
 from services.router.journey import Delta, SampleResult
 from services.router.parsers.base import (
     Content,
     OutputParser,
     Part,
     Reasoning,
+    Source,
     ToolCallArguments,
     ToolCallBegin,
 )
@@ -29,82 +31,58 @@ class ChatOutput:
     """State of one choice. Without a parser all text is content."""
 
     def __init__(self, parser_of: ParserOf | None, detokenizer_of: Callable[[], Detokenizer]) -> None:
-        self._parser_of, self._detokenizer_of = parser_of, detokenizer_of
         self._parser = None if parser_of is None else parser_of()
-        self._counter: _ReasoningCount | None = None
+        self._detokenizer_of = detokenizer_of
+        self._thoughts: ThoughtCount | None = None
         self._tokens: list[int] = []
+        """Those before the first reasoning: most outputs have none, and nothing to count."""
+        self._shown = 0
+        self.sources: Sequence[Source] = ()
+        """Where the text of each part of the last delta stands in the output."""
         self.called = False
         """True once the model has called a tool."""
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens so far whose text is, at least in part, reasoning; marks around it don't count."""
-        return 0 if self._counter is None else self._counter.count
+        """Tokens so far of which at least one byte is reasoning that was shown; marks around it don't count."""
+        return 0 if self._thoughts is None else self._thoughts.count
 
     def take(self, delta: Delta) -> list[Part]:
         """The parts that are certain with this delta. Begins of calls have ids."""
         if self._parser is None:
-            return [Content(delta.text)] if delta.text else []
+            return self._all_content(delta.text)
         parts = self._parser.push(delta.text) if delta.text else []
+        sources = [*self._parser.sources] if delta.text else []
         if delta.result is not None:
             parts = [*parts, *self._parser.finish()]
+            sources += self._parser.sources
         for i, part in enumerate(parts):
             if isinstance(part, ToolCallBegin):
                 self.called = True
                 if not part.id:
                     parts[i] = msgspec.structs.replace(part, id=new_call_id())
-        self._count(parts, delta)
+        self.sources = sources
+        self._count(parts, delta.token_ids)
         return parts
 
     def finish_reason(self, result: SampleResult) -> str:
         """tool_calls when the model has called tools and ended by itself."""
         return "tool_calls" if self.called and result.finish_reason == "stop" else result.finish_reason
 
-    def _count(self, parts: Sequence[Part], delta: Delta) -> None:
-        if self._counter is None:
-            self._tokens += delta.token_ids
+    def _all_content(self, text: str) -> list[Part]:
+        start, self._shown = self._shown, self._shown + len(text)
+        self.sources = [[(start, self._shown)]] if text else []
+        return [Content(text)] if text else []
+
+    def _count(self, parts: Sequence[Part], token_ids: Sequence[int]) -> None:
+        if self._thoughts is None:
+            self._tokens += token_ids
             if not any(isinstance(part, Reasoning) for part in parts):
                 return
-            assert self._parser_of is not None
-            self._counter = _ReasoningCount(self._parser_of(), self._detokenizer_of())
-            self._counter.add(self._tokens)
-            self._tokens = []
-        else:
-            self._counter.add(delta.token_ids)
-        if delta.result is not None:
-            self._counter.finish()
-
-
-class _ReasoningCount:
-    """Counts the tokens of reasoning: reads the output once more, token by token, so that the count does not depend on
-    which tokens came together."""
-
-    def __init__(self, parser: OutputParser, detokenizer: Detokenizer) -> None:
-        self._parser, self._detokenizer = parser, detokenizer
-        self._inside = False
-        self._silent = 0
-        """Tokens since the last part, which may turn out to be reasoning."""
-        self.count = 0
-
-    def add(self, token_ids: Sequence[int]) -> None:
-        """The next tokens."""
-        for token_id in token_ids:
-            text = self._detokenizer.add((token_id,))
-            self._silent += 1
-            self._take(self._parser.push(text) if text else [])
-
-    def finish(self) -> None:
-        """The output ends."""
-        self._take([*self._parser.push(self._detokenizer.flush()), *self._parser.finish()])
-
-    def _take(self, parts: Sequence[Part]) -> None:
-        if not parts:
-            return
-        if any(isinstance(part, Reasoning) for part in parts):
-            # Before its first part the silent ones were its mark, all but this one.
-            self.count += self._silent if self._inside else min(self._silent, 1)
-        self._inside = isinstance(parts[-1], Reasoning)
-        self._silent = 0
+            self._thoughts = ThoughtCount(self._detokenizer_of())
+            token_ids, self._tokens = self._tokens, []
+        self._thoughts.add(token_ids)
+        self._thoughts.take(parts, self.sources)
 
 
 def new_call_id() -> str:

@@ -1,8 +1,8 @@
-"""Which tokens are the text of an output's messages, where thoughts, calls and marks stand between them.
+"""Which tokens are thoughts, and which are the text of an output's messages, where thoughts, calls and marks stand
+between them.
 
-The output is read once more, token by token, so that the answer does not depend on which tokens came together. What
-the parser gives out is found again in what it was given; the tokens that it was made of are the text's, also where
-they hold a piece of a mark. Tokens that show nothing belong to the text behind them, at the end to that before them.
+The parser says where in the output each part stands, the tokens' own spans which of them it is made of: so neither
+depends on which tokens came together.
 """
 
 from __future__ import annotations
@@ -10,86 +10,82 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-import msgspec
-
 from engine_core.types.sampling import TokenLogprobs
-from services.router.chat.items import Closed, ItemKind, Items, Opened
-from services.router.chat.output import ParserOf
-from services.router.parsers.base import Part
+from services.router.parsers.base import Content, Part, Reasoning, Source, ToolCallBegin
 from services.router.text.detokenizer import Detokenizer
+from services.router.text.token_spans import Span, TokenSpans
 
 
-class _Token(msgspec.Struct):
-    """A token with its place among the characters of the output."""
+class ThoughtCount:
+    """Counts the tokens of which at least one byte is reasoning."""
 
-    start: int
-    end: int
-    position: TokenLogprobs
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._spans = TokenSpans(detokenizer)
+        self._tokens: deque[Span] = deque()
+        """Those that may still be counted."""
+        self.count = 0
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """The next tokens; they come before their parts, or with them."""
+        self._tokens.extend(self._spans.add(token_ids))
+
+    def take(self, parts: Sequence[Part], sources: Sequence[Source]) -> None:
+        """The next parts."""
+        tokens = self._tokens
+        for part, source in zip(parts, sources, strict=True):
+            if not isinstance(part, Reasoning):
+                continue
+            for start, end in source:
+                while tokens and tokens[0][0] < end:
+                    first, last = tokens.popleft()
+                    self.count += last > max(first, start)
 
 
 class TextPositions:
-    """State of one output. `run` counts its texts, as Item.run does."""
+    """The tokens of each text of one output. `run` counts its texts, as Item.run does. A token that holds a piece of a
+    text is its; those that show nothing belong to the text behind them, at the end (where a stop string may have cut
+    them off) to that before them."""
 
-    def __init__(self, parser_of: ParserOf | None, detokenizer: Detokenizer) -> None:
-        self._parser = None if parser_of is None else parser_of()
-        self._detokenizer = detokenizer
-        self._items = Items()
-        self._tokens: deque[_Token] = deque()
-        self._begin = self._end = 0
-        """Where the characters begin that the parser has not given out, and where they end."""
-        self._open = ""
-        """Those characters."""
-        self._follows = False
-        """True when what the parser gives out next may be right at their beginning, with no mark before it."""
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._spans = TokenSpans(detokenizer)
+        self._tokens: deque[tuple[Span, TokenLogprobs]] = deque()
+        self._run = -1
+        self._inside = True
+        """Whether a text, or nothing yet, came last."""
         self._found: defaultdict[int, deque[TokenLogprobs]] = defaultdict(deque)
 
     def add(self, positions: Sequence[TokenLogprobs]) -> None:
-        """The next tokens."""
-        if self._parser is None:
-            self._found[0] += positions
-            return
-        for position in positions:
-            text = self._detokenizer.add((position.token_id,))
-            self._tokens.append(_Token(self._end, self._end + len(text), position))
-            if text:
-                self._push(text)
-                self._take(self._parser.push(text))
+        """The next tokens; they come before their parts, or with them."""
+        spans = self._spans.add([position.token_id for position in positions])
+        self._tokens.extend(zip(spans, positions, strict=True))
+
+    def take(self, parts: Sequence[Part], sources: Sequence[Source]) -> None:
+        """The next parts."""
+        for part, source in zip(parts, sources, strict=True):
+            if isinstance(part, ToolCallBegin) or (part.text and not isinstance(part, Content)):
+                self._inside = False
+            elif part.text and isinstance(part, Content):
+                if self._run < 0 or not self._inside:
+                    self._run += 1
+                self._inside = True
+                for span in source:
+                    self._take(span)
 
     def finish(self) -> None:
         """The output ends."""
-        if self._parser is None:
-            return
-        rest = self._detokenizer.flush()
-        self._push(rest)
-        self._take([*self._parser.push(rest), *self._parser.finish()])
-        last = self._items.all[-1] if self._items.all else None
-        if last is None or last.kind is ItemKind.TEXT:
-            self._found[0 if last is None else last.run] += (token.position for token in self._tokens)
+        if self._inside:
+            self._found[max(self._run, 0)] += (position for _, position in self._tokens)
         self._tokens.clear()
 
-    def take(self, run: int) -> list[TokenLogprobs]:
-        """The tokens of text `run` that were not taken before."""
+    def new(self, run: int) -> list[TokenLogprobs]:
+        """The tokens of text `run` that this didn't return before."""
         found = list(self._found[run])
         self._found[run].clear()
         return found
 
-    def _push(self, text: str) -> None:
-        self._open += text
-        self._end += len(text)
-
-    def _take(self, parts: Sequence[Part]) -> None:
-        for step in self._items.take(parts):
-            if isinstance(step, Opened | Closed):
-                self._follows = False
-                continue
-            item, piece = step.item, step.piece
-            at = 0 if self._follows and self._open.startswith(piece) else self._open.rfind(piece)
-            self._follows = True
-            if at < 0:
-                continue  # the parser's own: the arguments of a call that has none
-            start, end = self._begin + at, self._begin + at + len(piece)
-            while self._tokens and self._tokens[0].start < end:
-                token = self._tokens.popleft()
-                if item.kind is ItemKind.TEXT and (token.end > start or token.start >= start):
-                    self._found[item.run].append(token.position)
-            self._open, self._begin = self._open[at + len(piece) :], end
+    def _take(self, span: Span) -> None:
+        start, end = span
+        while self._tokens and self._tokens[0][0][0] < end:
+            (first, last), position = self._tokens.popleft()
+            if last > start or first >= start:
+                self._found[self._run].append(position)

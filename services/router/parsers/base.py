@@ -6,9 +6,12 @@ depend on how the text was cut.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
+
+from services.router.text.token_spans import Span
 
 
 class Content(msgspec.Struct, frozen=True):
@@ -40,9 +43,17 @@ class ToolCallArguments(msgspec.Struct, frozen=True):
 
 Part = Content | Reasoning | ToolCallBegin | ToolCallArguments
 
+Source = Sequence[Span]
+"""Where a part's text stands among the characters of the output, in order."""
+
 
 class OutputParser(Protocol):
     """State of one output."""
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        """One per part that push or finish returned last: what is content or reasoning stands in the output as it is;
+        empty for calls. They depend on the text alone, as the parts do."""
 
     def push(self, text: str) -> list[Part]:
         """Takes the next text; returns the parts that are now certain. Never raises: what is no call is content."""

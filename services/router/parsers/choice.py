@@ -6,6 +6,7 @@ A family's marks are often special tokens, which the detokenizer leaves out: a f
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from itertools import compress
 from typing import Any, Protocol
 
 import msgspec
@@ -13,7 +14,7 @@ import msgspec
 from engine_core.types.errors import ConfigError
 from services.router.parsers import bare_json, deepseek_v3, harmony, hermes, kimi_k2, mistral, pythonic, tagged, think
 from services.router.parsers.bare_json import BareJsonParser
-from services.router.parsers.base import OutputParser, Part, ToolCallArguments, ToolCallBegin
+from services.router.parsers.base import OutputParser, Part, Source, ToolCallArguments, ToolCallBegin
 from services.router.parsers.call_object import Tools
 from services.router.parsers.deepseek_v3 import DeepSeekV3Parser
 from services.router.parsers.harmony import HarmonyParser
@@ -141,18 +142,20 @@ class FirstCall:
 
     def __init__(self, parser: OutputParser) -> None:
         self._parser = parser
+        self.sources: list[Source] = []
 
     def push(self, text: str) -> list[Part]:
         """See OutputParser."""
-        return _first(self._parser.push(text))
+        return self._first(self._parser.push(text))
 
     def finish(self) -> list[Part]:
         """See OutputParser."""
-        return _first(self._parser.finish())
+        return self._first(self._parser.finish())
 
-
-def _first(parts: list[Part]) -> list[Part]:
-    return [part for part in parts if not (isinstance(part, ToolCallBegin | ToolCallArguments) and part.index)]
+    def _first(self, parts: list[Part]) -> list[Part]:
+        kept = [not (isinstance(part, ToolCallBegin | ToolCallArguments) and part.index) for part in parts]
+        self.sources = [*compress(self._parser.sources, kept)]
+        return [*compress(parts, kept)]
 
 
 def _calls(family: str, tools: Tools) -> SteppedParser | None:

@@ -17,7 +17,8 @@ from collections.abc import Callable, Generator, Sequence
 from functools import cache
 from typing import TypeVar
 
-from services.router.parsers.base import Content, Part, ToolCallArguments, ToolCallBegin
+from services.router.parsers.base import Content, Part, Reasoning, Source, ToolCallArguments, ToolCallBegin
+from services.router.text.token_spans import Span
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -31,6 +32,8 @@ class Reader:
 
     def __init__(self) -> None:
         self.text = ""
+        self._dropped = 0
+        """Characters of the output before `text`."""
         self.at = 0
         """Where to read on in `text`."""
         self.ended = False
@@ -40,8 +43,11 @@ class Reader:
         self.calls = 0
         """Calls that have begun."""
         self._parts: list[Part] = []
+        self._sources: list[Source] = []
         self._blank = ""
         """White space before the first content, or since the last call: not shown when a call follows."""
+        self._blanks: list[Span] = []
+        """Where it stands."""
         self._is_blank = True
 
     # ---- in ---------------------------------------------------------------------------------------
@@ -50,6 +56,7 @@ class Reader:
         """Takes the next text."""
         drop = self.at if self._held < 0 else self._held
         self.text = self.text[drop:] + text
+        self._dropped += drop
         self.at -= drop
         if self._held >= 0:
             self._held -= drop
@@ -137,24 +144,27 @@ class Reader:
 
     def _give(self, end: int, out: Callable[[str], None]) -> None:
         if end > self.at:
-            out(self.text[self.at : end])
-            self.at = end
+            text, self.at = self.text[self.at : end], end
+            out(text)
 
     # ---- out --------------------------------------------------------------------------------------
 
     def content(self, text: str) -> None:
-        """Text for the user."""
+        """Text for the user, which was read last."""
+        source = [self._span_of(text)]
         if self._is_blank:
             self._blank += text
+            self._blanks += source
             if not text.strip():
                 return
-            text, self._blank, self._is_blank = self._blank, "", False
-        self.part(Content(text))
+            text, source = self._blank, self._blanks
+            self._blank, self._blanks, self._is_blank = "", [], False
+        self._add(Content(text), source)
 
     def begin(self, name: str, call_id: str = "") -> None:
         """A call begins; what was read for it may be dropped."""
         self.release()
-        self._blank, self._is_blank = "", True
+        self._blank, self._blanks, self._is_blank = "", [], True
         self.part(ToolCallBegin(self.calls, name, call_id))
         self.calls += 1
 
@@ -166,17 +176,26 @@ class Reader:
     def end(self) -> None:
         """The output is over: white space that nothing followed is content where no call was made."""
         if self._blank and not self.calls:
-            self.part(Content(self._blank))
-        self._blank = ""
+            self._add(Content(self._blank), self._blanks)
+        self._blank, self._blanks = "", []
 
-    def part(self, part: Part) -> None:
-        """One more part."""
+    def part(self, part: Part, before: int = 0) -> None:
+        """One more part. Where it is content or reasoning it was read last, or ends `before` characters before that."""
+        self._add(part, [self._span_of(part.text, before)] if isinstance(part, Content | Reasoning) else ())
+
+    def take(self) -> tuple[list[Part], list[Source]]:
+        """The parts since the last time, and where each stands; pieces of content that follow each other are one."""
+        parts, sources = self._parts, self._sources
+        self._parts, self._sources = [], []
+        return _joined(parts, sources)
+
+    def _add(self, part: Part, source: Source) -> None:
         self._parts.append(part)
+        self._sources.append(source)
 
-    def take(self) -> list[Part]:
-        """The parts since the last time; pieces of content that follow each other are one."""
-        parts, self._parts = self._parts, []
-        return joined(parts)
+    def _span_of(self, text: str, before: int = 0) -> Span:
+        end = self._dropped + self.at - before
+        return end - len(text), end
 
 
 class SteppedParser(ABC):
@@ -186,6 +205,7 @@ class SteppedParser(ABC):
         self.reader = Reader()
         self._steps = self._run()
         self._over = False
+        self.sources: list[Source] = []
 
     @abstractmethod
     def read(self) -> Steps[None]:
@@ -194,18 +214,18 @@ class SteppedParser(ABC):
     def push(self, text: str) -> list[Part]:
         """See OutputParser."""
         self.reader.add(text)
-        self._step()
-        return self.reader.take()
+        return self._step()
 
     def finish(self) -> list[Part]:
         """See OutputParser."""
         self.reader.ended = True
-        self._step()
-        return self.reader.take()
+        return self._step()
 
-    def _step(self) -> None:
+    def _step(self) -> list[Part]:
         if not self._over:
             self._over = next(self._steps, True) is True
+        parts, self.sources = self.reader.take()
+        return parts
 
     def _run(self) -> Generator[None, None, None]:
         reader = self.reader
@@ -216,16 +236,23 @@ class SteppedParser(ABC):
 
 def joined(parts: Sequence[Part]) -> list[Part]:
     """The same parts, with neighbours of one kind as one."""
+    return _joined(parts, [()] * len(parts))[0]
+
+
+def _joined(parts: Sequence[Part], sources: Sequence[Source]) -> tuple[list[Part], list[Source]]:
     out: list[Part] = []
-    for part in parts:
+    places: list[list[Span]] = []
+    for part, source in zip(parts, sources, strict=True):
         last = out[-1] if out else None
         if isinstance(part, ToolCallArguments) and isinstance(last, ToolCallArguments) and last.index == part.index:
             out[-1] = ToolCallArguments(part.index, last.text + part.text)
         elif not isinstance(part, ToolCallArguments | ToolCallBegin) and last is not None and type(part) is type(last):
             out[-1] = type(part)(last.text + part.text)
+            places[-1] += source
         else:
             out.append(part)
-    return out
+            places.append(list(source))
+    return out, list(places)
 
 
 def held_back(text: str, start: int, marks: Sequence[str]) -> int:

@@ -6,7 +6,7 @@ belong to the format, as the templates write them.
 
 from __future__ import annotations
 
-from services.router.parsers.base import Content, Part, Reasoning
+from services.router.parsers.base import Content, Part, Reasoning, Source
 from services.router.parsers.reader import SteppedParser, Steps
 
 THINK = ("<think>", "</think>")
@@ -43,7 +43,7 @@ class ThinkParser(SteppedParser):
     def _thought(self, text: str) -> None:
         kept = text.rstrip("\r\n")
         if kept:
-            self.reader.part(Reasoning(self._breaks + kept))
+            self.reader.part(Reasoning(self._breaks + kept), before=len(text) - len(kept))
             self._breaks = ""
         self._breaks += text[len(kept) :]
 
@@ -63,6 +63,9 @@ class ReasoningFirst:
 
     def __init__(self, reasoning: ThinkParser, rest: SteppedParser) -> None:
         self._reasoning, self._rest = reasoning, rest
+        self._content_at = -1
+        """Where the content begins that `rest` reads; there is nothing else behind."""
+        self.sources: list[Source] = []
 
     def push(self, text: str) -> list[Part]:
         """See OutputParser."""
@@ -70,10 +73,24 @@ class ReasoningFirst:
 
     def finish(self) -> list[Part]:
         """See OutputParser."""
-        return [*self._through(self._reasoning.finish()), *self._rest.finish()]
+        parts = self._through(self._reasoning.finish())
+        last = self._rest.finish()
+        self.sources += self._of_rest()
+        return [*parts, *last]
 
     def _through(self, parts: list[Part]) -> list[Part]:
         out: list[Part] = []
-        for part in parts:
-            out += self._rest.push(part.text) if isinstance(part, Content) else [part]
+        self.sources = []
+        for part, source in zip(parts, self._reasoning.sources, strict=True):
+            if isinstance(part, Content):
+                self._content_at = source[0][0] if self._content_at < 0 else self._content_at
+                out += self._rest.push(part.text)
+                self.sources += self._of_rest()
+            else:
+                out.append(part)
+                self.sources.append(source)
         return out
+
+    def _of_rest(self) -> list[Source]:
+        at = self._content_at
+        return [[(at + start, at + end) for start, end in source] for source in self._rest.sources]

@@ -9,7 +9,9 @@ import pytest
 from engine_core.types.errors import InternalError
 from engine_core.types.sampling import TokenLogprobs
 from services.router.chat.items import Closed, ItemKind, Items, Opened, Step
+from services.router.chat.output import ChatOutput
 from services.router.chat.text_positions import TextPositions
+from services.router.journey import Delta, SampleResult
 from services.router.parsers.base import Content, OutputParser, Part, Reasoning, ToolCallArguments, ToolCallBegin
 from services.router.parsers.choice import OutputFormat
 from services.router.text.tokenizer import RouterTokenizer
@@ -77,18 +79,32 @@ TEXT = '<think>why 🦜</think>one 🦜<tool_call>{"name": "f", "arguments": {}}
 EOS = 2
 
 
-def positions(tokenizer: RouterTokenizer, parser: partial[OutputParser | None] | None) -> TextPositions:
+def runs_of(
+    tokenizer: RouterTokenizer, parser: partial[OutputParser | None] | None, pieces: list[list[int]]
+) -> list[list[int]]:
+    """The tokens of each text of an output that comes in these pieces."""
+
     def made() -> OutputParser:
         assert parser is not None
         found = parser()
         assert found is not None
         return found
 
-    return TextPositions(None if parser is None else made, tokenizer.detokenizer())
-
-
-def scores(ids: list[int]) -> list[TokenLogprobs]:
-    return [TokenLogprobs(i, -0.5, 1, ()) for i in ids]
+    output = ChatOutput(None if parser is None else made, tokenizer.detokenizer)
+    found, state = TextPositions(tokenizer.detokenizer()), tokenizer.detokenizer()
+    runs: list[list[int]] = [[], [], []]
+    for i, some in enumerate(pieces):
+        last = i == len(pieces) - 1
+        text = state.add(some) + (state.flush() if last else "")
+        result = SampleResult(1, 1, sum(pieces, []), "stop", None, 0, {}) if last else None
+        parts = output.take(Delta(text, some, result))
+        found.add([TokenLogprobs(token_id, -0.5, 1, ()) for token_id in some])
+        found.take(parts, output.sources)
+        if last:
+            found.finish()
+        for run, tokens in enumerate(runs):
+            tokens += (position.token_id for position in found.new(run))
+    return runs
 
 
 def test_tokens_of_thoughts_and_calls_are_no_text() -> None:
@@ -96,29 +112,13 @@ def test_tokens_of_thoughts_and_calls_are_no_text() -> None:
     parser = partial(OutputFormat("hermes", "deepseek_r1").parser, {"f"})
     ids = [*tokenizer.encode(TEXT, add_special_tokens=False), EOS]
     for cut in range(len(ids) + 1):
-        found = positions(tokenizer, parser)
-        runs: tuple[list[int], list[int]] = ([], [])
-        for some in (ids[:cut], ids[cut:]):
-            found.add(scores(some))
-            for run in (0, 1):
-                runs[run].extend(p.token_id for p in found.take(run))
-        found.finish()
-        for run in (0, 1):
-            runs[run].extend(p.token_id for p in found.take(run))
+        runs = runs_of(tokenizer, parser, [ids[:cut], ids[cut:]])
         assert tokenizer.decode(runs[0]) == "one 🦜"
-        assert tokenizer.decode(runs[1]) == "two" and runs[1][-1] == EOS
+        assert tokenizer.decode(runs[1]) == "two" and runs[1][-1] == EOS and runs[2] == []
 
 
 def test_without_a_parser_all_tokens_are_text_in_their_order() -> None:
     tokenizer = RouterTokenizer.load(tiny_model())
     ids = [*tokenizer.encode(TEXT, add_special_tokens=False), EOS]
-    found = positions(tokenizer, None)
-    found.add(scores(ids[:3]))
-    first = found.take(0)
-    found.add(scores(ids[3:]))
-    found.finish()
-    assert [p.token_id for p in first + found.take(0)] == ids and found.take(0) == []
-    silent = positions(tokenizer, None)
-    silent.add(scores([EOS]))
-    silent.finish()
-    assert [p.token_id for p in silent.take(0)] == [EOS]
+    assert runs_of(tokenizer, None, [ids[:3], ids[3:]]) == [ids, [], []]
+    assert runs_of(tokenizer, None, [[EOS]]) == [[EOS], [], []]

@@ -20,6 +20,7 @@ from services.cli.doctor.findings import Finding
 from services.cli.routers import Trouble, http_client, trouble
 from services.cli.top import Source
 from services.config import QueryConfig
+from tests.support.asking import until_async
 from tests.support.certificates import Authority, Files
 from tests.support.fake_decode import FakeDecode, running_router, says
 from tests.support.models import tiny_model
@@ -57,7 +58,11 @@ async def secured(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sec
             body = {"model": "default", "prompt": "hi"}
             answer = await client.post(f"{url}/v1/completions", json=body, headers={"x-request-id": "one"})
         assert answer.status_code == 200
-        # A fake prefill worker listens nowhere: nobody has to wait long for it.
+
+        async def bootstrap_knows() -> bool:
+            return bool((await explain.collect(router.bootstrap, "one", 20.0, None, str(files.ca), "right"))["routes"])
+
+        await until_async(bootstrap_knows, 60.0, lambda: "Bootstrap has not been told of the request")
         yield Secured(url, str(files.ca), QueryConfig(bootstrap=(router.bootstrap,), query_timeout=20.0))
 
 

@@ -1,12 +1,17 @@
 """The messages of a request to /v1/messages, and those of a chat that they are.
 
+Messages of the user that follow each other, or of the assistant, are one turn, as if all blocks stood in one message.
+
 user         text is the user's message; each tool_result is a message of its own, in its place
 assistant    thinking, text and tool_use, in this order, are one message
+
+Texts in a row are one text, in lines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, WithJsonSchema
@@ -78,20 +83,52 @@ def read_messages(system: str, given: Sequence[MessageParam]) -> Turns:
     if system:
         turns.place = "system"
         turns.message("system", system)
-    for i, message in enumerate(given):
-        place = f"messages[{i}].content"
-        blocks = message.content
-        if isinstance(blocks, str):
-            blocks = [{"type": "text", "text": blocks}]
-        blocks = [_block(block, f"{place}[{k}]") for k, block in enumerate(blocks)]
-        if message.role == "assistant":
+    for role, blocks in _turns_of(given):
+        if role == "assistant":
             turns.end()
-            _read_assistant(turns, blocks, place)
+            _read_assistant(turns, blocks)
         else:
-            _read_other(turns, message.role, blocks, place)
+            _read_other(turns, role, blocks)
     if not turns.messages():
         raise InvalidRequestError("messages: hold nothing", field="messages")
     return turns
+
+
+_Placed = tuple[str, Mapping[str, Any]]
+"""A block, and where the client has it."""
+
+
+def _turns_of(given: Sequence[MessageParam]) -> Iterator[tuple[str, list[_Placed]]]:
+    """Whose turn it is, and its blocks; of the system each message is one."""
+
+    def turn(numbered: tuple[int, MessageParam]) -> tuple[str, int]:
+        i, message = numbered
+        return message.role, i if message.role == "system" else 0
+
+    for (role, _), messages in itertools.groupby(enumerate(given), turn):
+        blocks = [placed for i, message in messages for placed in _blocks(message, f"messages[{i}].content")]
+        yield role, _joined(placed for placed in blocks if placed[1].get("type") not in _UNREAD[role])
+
+
+_UNREAD: Mapping[str, tuple[str, ...]] = {"user": (), "system": (), "assistant": ("redacted_thinking",)}
+"""Of another server's models: nobody here could read it."""
+
+
+def _blocks(message: MessageParam, place: str) -> list[_Placed]:
+    if isinstance(message.content, str):
+        return [(place, {"type": "text", "text": message.content})]
+    return [(f"{place}[{k}]", _block(block, f"{place}[{k}]")) for k, block in enumerate(message.content)]
+
+
+def _joined(blocks: Iterable[_Placed]) -> list[_Placed]:
+    """Texts that follow each other are one, in the place of the first."""
+    found: list[_Placed] = []
+    for texts, group in itertools.groupby(blocks, lambda placed: placed[1].get("type") == "text"):
+        row = list(group)
+        if texts:
+            row = [(row[0][0], {"type": "text", "text": "\n".join(_string(b, "text", here) for here, b in row)})]
+        found += row
+    return found
 
 
 def _block(block: Any, place: str) -> dict[str, Any]:
@@ -100,28 +137,15 @@ def _block(block: Any, place: str) -> dict[str, Any]:
     return {key: value for key, value in block.items() if value is not None}
 
 
-def _read_assistant(turns: Turns, blocks: Sequence[Mapping[str, Any]], place: str) -> None:
-    texts: list[str] = []
-    turns.place = place.removesuffix(".content")
-
-    def say() -> None:
-        if texts:
-            turns.say("\n".join(texts))
-            texts.clear()
-
-    for k, block in enumerate(blocks):
-        here = f"{place}[{k}]"
+def _read_assistant(turns: Turns, blocks: Sequence[_Placed]) -> None:
+    for here, block in blocks:
+        turns.place = here.partition(".")[0]
         match block.get("type"):
             case "text":
-                texts.append(_string(block, "text", here))
-                continue
+                turns.say(block["text"])
             case "thinking":
-                say()
                 turns.think(_string(block, "thinking", here))
-            case "redacted_thinking":
-                continue  # of another server's models: nobody here could read it
             case "tool_use":
-                say()
                 arguments = block.get("input")
                 if not isinstance(arguments, dict):
                     message = f"{here}.input: must be an object, got {short(arguments)}"
@@ -129,38 +153,32 @@ def _read_assistant(turns: Turns, blocks: Sequence[Mapping[str, Any]], place: st
                 turns.call(_string(block, "id", here), _string(block, "name", here), arguments)
             case kind:
                 raise _unknown(kind, here, "text, thinking and tool_use")
-    say()
 
 
-def _read_other(turns: Turns, role: str, blocks: Sequence[Mapping[str, Any]], place: str) -> None:
-    texts: list[str] = []
-
-    def say() -> None:
-        if texts:
-            turns.message(role, "\n".join(texts))
-            texts.clear()
-
-    for k, block in enumerate(blocks):
-        turns.place = here = f"{place}[{k}]"
+def _read_other(turns: Turns, role: str, blocks: Sequence[_Placed]) -> None:
+    for here, block in blocks:
+        turns.place = here
         match block.get("type"):
             case "text":
-                texts.append(_string(block, "text", here))
+                turns.message(role, block["text"])
             case "tool_result" if role == "user":
-                say()
-                content = block.get("content", "")
-                if not isinstance(content, str):
-                    if not isinstance(content, list):
-                        message = f"{here}.content: must be text or a list of blocks, got {short(content)}"
-                        raise InvalidRequestError(message, field=f"{here}.content")
-                    for m, part in enumerate(content):
-                        if not _is_text(part):
-                            kind = part.get("type") if isinstance(part, dict) else part
-                            raise _unknown(kind, f"{here}.content[{m}]", "text")
-                    content = "\n".join(part["text"] for part in content)
+                content = _result_text(block.get("content", ""), f"{here}.content")
                 turns.result(_string(block, "tool_use_id", here), content, "tool_use_id")
             case kind:
                 raise _unknown(kind, here, "text and tool_result" if role == "user" else "text")
-    say()
+
+
+def _result_text(content: Any, place: str) -> str:
+    """Text, or text blocks."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"{place}: must be text or a list of blocks, got {short(content)}", field=place)
+    for m, part in enumerate(content):
+        if not _is_text(part):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise _unknown(kind, f"{place}[{m}]", "text")
+    return "\n".join(part["text"] for part in content)
 
 
 def _string(block: Mapping[str, Any], name: str, place: str) -> str:

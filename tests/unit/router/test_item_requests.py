@@ -202,11 +202,60 @@ def test_blocks_of_messages() -> None:
         {"role": "tool", "content": "7", "tool_call_id": "c1"},
         {"role": "user", "content": "go on"},
         {"role": "system", "content": "now"},
-        {"role": "assistant", "content": "one"},
-        {"role": "assistant", "content": "", "tool_calls": [empty]},
+        {"role": "assistant", "content": "one", "tool_calls": [empty]},
         {"role": "tool", "content": "", "tool_call_id": "c2"},
     ]
     assert asked.chat().add_generation_prompt
+
+
+def test_messages_of_one_role_in_a_row_are_one_turn() -> None:
+    """As if their blocks stood in one message: what the client splits, the model does not see."""
+    use = [{"type": "tool_use", "id": f"c{i}", "name": "f", "input": {}} for i in range(2)]
+    results = [{"type": "tool_result", "tool_use_id": f"c{i}", "content": str(i)} for i in range(2)]
+    apart: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": ""}]},
+        {"role": "assistant", "content": "so"}, {"role": "assistant", "content": use[:1]},
+        {"role": "assistant", "content": use[1:]},
+        {"role": "user", "content": results[:1]}, {"role": "user", "content": results[1:]},
+        {"role": "user", "content": "go"}, {"role": "user", "content": "on"},
+        {"role": "system", "content": "be"}, {"role": "system", "content": "brief"},
+        {"role": "assistant", "content": "The"}, {"role": "assistant", "content": "sea"},
+    ]  # fmt: skip
+    together: list[dict[str, Any]] = []
+    for one in apart:
+        blocks = one["content"] if isinstance(one["content"], list) else [{"type": "text", "text": one["content"]}]
+        if together and together[-1]["role"] == one["role"] != "system":
+            together[-1]["content"] += blocks
+        else:
+            together.append({"role": one["role"], "content": [*blocks]})
+    assert [one["role"] for one in together] == ["user", "assistant", "user", "system", "system", "assistant"]
+    found = message(messages=apart)
+    calls = [{"id": f"c{i}", "type": "function", "function": {"name": "f", "arguments": {}}} for i in range(2)]
+    assert told(found) == told(message(messages=together)) == [
+        {"role": "user", "content": "a\nb\nc"},
+        {"role": "assistant", "content": "so", "reasoning_content": "hm", "tool_calls": calls},
+        {"role": "tool", "content": "0", "tool_call_id": "c0"},
+        {"role": "tool", "content": "1", "tool_call_id": "c1"},
+        {"role": "user", "content": "go\non"},
+        {"role": "system", "content": "be"},
+        {"role": "system", "content": "brief"},
+        {"role": "assistant", "content": "The\nsea"},
+    ]  # fmt: skip
+    assert found.chat().continue_final_message
+
+
+def test_a_fault_in_a_joined_turn_names_the_clients_place() -> None:
+    for wrong, field in (
+        ([{"role": "user", "content": [{"type": "image"}]}], "messages[2].content[0]"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[2].content[0].text"),
+        ([{"role": "assistant", "content": "x"}, {"role": "assistant", "content": [{"type": "image"}]}],
+         "messages[3].content[0]"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidRequestError) as caught:
+            message(messages=[*USER, {"role": "user", "content": "more"}, *wrong])
+        assert caught.value.field == field
 
 
 def test_a_last_message_of_the_assistants_goes_on() -> None:

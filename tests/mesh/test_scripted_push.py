@@ -223,3 +223,28 @@ async def test_max_tokens_1_pushes_nothing(scripted: Scripted) -> None:
     answer = await scripted.asker.generate(random_prompt(60, 33), max_tokens=1)
     assert answer.finish_reason == "length" and not scripted.script.held
     assert_right(scripted, [answer])
+
+
+# ---- who goes next ----------------------------------------------------------------------------------
+
+
+async def test_the_urgent_request_takes_the_slot_that_comes_free(scripted: Scripted) -> None:
+    """The mesh is full, and three wait: the slot goes to the one that came last and doesn't step back."""
+    asker = scripted.asker
+    scripted.script.on("hold")
+    full = [asker.start(random_prompt(30 + i, 40 + i), max_tokens=8, ignore_eos=True) for i in range(4)]
+    for asking in full:
+        await asker.until_state(asking.request_id, "decode_request", "AWAITING_KV")
+    waiting = []
+    for i, wish in enumerate(({"priority": 5}, {"priority": 2}, {})):
+        waiting.append(asker.start(random_prompt(40 + i, 50 + i), max_tokens=8, ignore_eos=True, **wish))
+        await asker.until_state(waiting[-1].request_id, "router_request", "QUEUED")
+
+    for left in (waiting[:2], waiting[:1], []):
+        await full.pop().disconnect()
+        next_one = waiting[len(left)]
+        await asker.until_state(next_one.request_id, "decode_request", "AWAITING_KV")
+        for asking in left:
+            assert [m["to"] for m in await asker.moves(asking.request_id)] == ["QUEUED"]
+    scripted.script.release()
+    assert_right(scripted, [await asking.whole() for asking in (*full, *waiting)])

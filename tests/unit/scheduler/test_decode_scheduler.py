@@ -28,10 +28,12 @@ from engine_core.types.ids import SessionId
 from engine_core.types.kv import ShardCount
 from engine_core.types.request import FinishReason, Role
 from engine_core.types.sampling import SamplingParams
+from services.router.routing.priority import MOST_MS, STEP_MS, order_ms
 from tests.support.builders import sampling, spec
 from tests.support.cores import EOS, DrivenCore, next_token, of
 
 S1, S2 = SessionId(1), SessionId(2)
+NOON = 10**12
 
 
 def mixed(**more: object) -> DrivenCore:
@@ -342,6 +344,28 @@ def test_queue_deadline_and_kv_deadline() -> None:
     assert error is not None
     assert error.reason == "TRANSFER_STUCK"
     assert core.kv.usage().quarantined > 0
+
+
+@pytest.mark.parametrize(("priorities", "later_ms", "loser"), [
+    ((0, 0), 1000, 2),
+    ((1, 0), 1000, 1),
+    ((0, -1), 1000, 1),
+    ((1, 0), STEP_MS + 1, 2),
+    ((9, 0), STEP_MS + 1, 1),
+    ((10**9, 0), MOST_MS + 1, 2),
+])  # fmt: skip
+def test_the_least_urgent_is_preempted_though_it_is_a_little_older(
+    priorities: tuple[int, int], later_ms: int, loser: int
+) -> None:
+    core = mixed(num_blocks=7, num_reserved_decode_tokens=0)
+    for room, (priority, arrival) in enumerate(zip(priorities, (NOON, NOON + later_ms), strict=True), 1):
+        moved = order_ms(arrival, priority)
+        core.send(Open(spec((room, 2, 3), room=room, arrival_ms=moved, max_tokens=8), remote=False))
+    core.run()
+    preempted = {move.session.room for move in core.core.take_moves() if move.target == "PREEMPTED"}
+    assert preempted == {loser}
+    for room in (1, 2):
+        assert core.tokens(room) == [next_token(3 + i) for i in range(8)]
 
 
 def test_the_youngest_is_preempted_and_its_text_is_the_same() -> None:

@@ -60,7 +60,8 @@ def _ask_http(url: str, timeout: float, ca: str) -> str:
         with exc:
             return f"HTTP {exc.code}: {exc.read(300).decode(errors='replace')}"
     except urllib.error.URLError as exc:
-        return str(exc.reason)
+        unknown = isinstance(exc.reason, ssl.SSLCertVerificationError) and not ca
+        return f"{exc.reason}{'; name the authority of its certificate with --tls-ca' if unknown else ''}"
     except (http.client.HTTPException, OSError, ValueError) as exc:
         return f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
 

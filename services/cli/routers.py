@@ -23,6 +23,11 @@ class Trouble(NamedTuple):
     def __str__(self) -> str:
         return f"{self.what}: {self.advice}" if self.advice else self.what
 
+    @property
+    def in_short(self) -> str:
+        """What to do first, where there is room for little."""
+        return f"{self.advice} ({self.what})" if self.advice else f"no answer: {self.what}"
+
 
 def http_client(timeout: float, ca: str = "", key: str = "") -> httpx.AsyncClient:
     """A client for routers that shows them an API key. Raises ConfigError when the file of authorities is none."""
@@ -48,9 +53,9 @@ def trouble(exc: Exception) -> Trouble:
         return Trouble(f"{type(exc).__name__}: {text}" if text else type(exc).__name__)
     why = found[1]
     if "mismatch" in why:
-        advice = "give it a certificate for that name, or give the router a name of its certificate by --advertise-host"
+        advice = "certify that name, or tell the router one that is certified by --advertise-host"
     elif "expired" in why or "not yet valid" in why:
         advice = "renew it"
     else:
-        advice = "name the file of its authority with --http-ca"
+        advice = "give --http-ca, the file of its authority"
     return Trouble(f"its certificate can't be verified ({why})", advice)

@@ -213,11 +213,11 @@ class Source:
             if answer.status_code == 404:
                 return RouterLook(endpoint, None, "serves no console, so its requests are not shown", {})
             if (refused := refusal(answer)) is not None:
-                return RouterLook(endpoint, None, f"does not show its requests: {refused}", {})
+                return RouterLook(endpoint, None, refused.in_short, {})
             answer.raise_for_status()
             data = answer.json()
         except (httpx.HTTPError, ValueError) as exc:
-            return RouterLook(endpoint, None, f"does not answer: {trouble(exc)}", history)
+            return RouterLook(endpoint, None, trouble(exc).in_short, history)
         _extend(history, data["history"])
         return RouterLook(endpoint, data["mesh"], "", history)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from services.cli.main import run
 from services.runtime.security import Security
 from services.runtime.server import GrpcServer
 from services.runtime.tls import MeshTls
-from tests.support.certificates import Authority
+from tests.support.certificates import Authority, Files
 
 NAME = "pdmesh.decode.v1.DecodeService"
 
@@ -139,3 +140,21 @@ def test_both_ways_into_the_command(url: str, capsys: pytest.CaptureFixture[str]
     program = program.replace("main()", "import atexit; atexit.register(lambda: print(*sys.modules)); main()")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert not {"typer", "pydantic", "yaml", "asyncio", "grpc", "torch"} & set(done.stdout.split())
+
+
+async def test_a_url_whose_certificate_is_unknown_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files, context = Files(tmp_path), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    files.certify(Authority())
+    context.load_cert_chain(files.cert, files.key)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
+    async with server:
+        url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}/readiness"
+        assert await ask(url) == 1
+        assert capsys.readouterr().err.endswith("; name the authority of its certificate with --tls-ca\n")
+        assert await ask(url, "--tls-ca", str(files.ca)) == 0

@@ -28,7 +28,7 @@ from tests.support.models import tiny_model
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 UNKNOWN = "its certificate can't be verified (unable to get local issuer certificate)"
-CA = "name the file of its authority with --http-ca"
+CA = "give --http-ca, the file of its authority"
 NO_KEY = "it wants an API key: give --api-key-file"
 WRONG_KEY = "it does not know the API key that it was shown: look at --api-key-file or --api-key"
 
@@ -95,9 +95,11 @@ async def test_top(secured: Secured) -> None:
         assert router.error or (router.mesh is not None and router.mesh["recent"][0]["id"] == "one")
         return router.error
 
-    assert await look(secured.options) == f"does not answer: {UNKNOWN}: {CA}"
-    assert await look(secured.with_(http_ca=secured.ca)) == f"does not show its requests: {NO_KEY}"
-    assert await look(secured.with_(http_ca=secured.ca, api_key="x")) == f"does not show its requests: {WRONG_KEY}"
+    # What to do comes first: lines are cut at the terminal's width.
+    assert await look(secured.options) == f"{CA} ({UNKNOWN})"
+    assert await look(secured.with_(http_ca=secured.ca)) == "give --api-key-file (it wants an API key)"
+    wrong = await look(secured.with_(http_ca=secured.ca, api_key="x"))
+    assert wrong == "look at --api-key-file or --api-key (it does not know the API key that it was shown)"
     assert await look(secured.with_(http_ca=secured.ca, api_key="right")) == ""
 
 
@@ -131,7 +133,12 @@ async def test_doctor(secured: Secured) -> None:
 @pytest.mark.parametrize(
     ("names", "expired", "what", "advice"),
     [
-        (("elsewhere.example",), False, "IP address mismatch, certificate is not valid for '127.0.0.1'", "give it a"),
+        (
+            ("elsewhere.example",),
+            False,
+            "IP address mismatch, certificate is not valid for '127.0.0.1'",
+            "certify that name",
+        ),
         ((), True, "certificate has expired", "renew it"),
     ],
 )
@@ -156,4 +163,5 @@ async def test_other_reasons() -> None:
             await client.get("http://127.0.0.1:1/")
     assert trouble(caught.value) == Trouble("ConnectError: All connection attempts failed")
     assert str(trouble(httpx.ReadTimeout(""))) == "nothing came in time"
+    assert trouble(httpx.ReadTimeout("")).in_short == "no answer: nothing came in time"
     assert str(trouble(httpx.RemoteProtocolError("Server disconnected"))) == "RemoteProtocolError: Server disconnected"

@@ -25,6 +25,8 @@ from services.router.parsers.pythonic import PythonicParser
 from services.router.parsers.reader import SteppedParser, Steps
 from services.router.parsers.tagged import TaggedParser
 from services.router.parsers.think import ReasoningFirst, ThinkParser
+from services.router.text.chat_habits import knows_tools
+from services.router.text.plain_tools import DEEPSEEK, DEEPSEEK_FENCED, form_of
 
 AUTO, NONE = "auto", "none"
 GPT_OSS = "gpt_oss"
@@ -213,7 +215,8 @@ def _check(name: str, known: Collection[str], field: str) -> None:
 
 def _tools_of(template: str, vocabulary: Vocabulary) -> str:
     """The family by its marks; `json` for models that show none. Tokenizers keep the marks of older models: what the
-    template shows goes first."""
+    template shows goes first. A template without tools asks for calls in a form of plain_tools.py's."""
+    asks_in_words = bool(template) and not knows_tools(template)
     marked = (
         (GPT_OSS, harmony.CHANNEL),
         ("deepseek_v32", tagged.DSML),
@@ -224,8 +227,10 @@ def _tools_of(template: str, vocabulary: Vocabulary) -> str:
     )
     for shows in (template.__contains__, vocabulary.has_token):
         for family, mark in marked:
-            if shows(mark):
+            if shows(mark) and (family == GPT_OSS or not asks_in_words):
                 return family
+    if asks_in_words:
+        return "deepseek_v3" if form_of(template) in (DEEPSEEK, DEEPSEEK_FENCED) else "json"
     if hermes.OPEN in template:
         if tagged.GLM45.key in template:
             return "glm45"

@@ -6,17 +6,16 @@ What a template may do, and for how long, template_sandbox.py says.
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
 import msgspec
 
 from engine_core.types.errors import InvalidRequestError
-from services.router.text.plain_tools import in_words
-from services.router.text.template_sandbox import Budget, BudgetError, Environment, render, to_json
+from services.router.text.chat_habits import Habits, filled, with_text_arguments
+from services.router.text.plain_tools import form_of, in_words, with_calls_in_words
+from services.router.text.template_sandbox import Budget, BudgetError, Environment, render
 
 RENDER_SECONDS = 5.0
 """For one chat; more than any template needs."""
@@ -25,6 +24,7 @@ _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
+_Tools = Sequence[Mapping[str, Any]]
 _REFUSALS = (jinja2.exceptions.TemplateError, TypeError, ValueError, ArithmeticError, LookupError)
 """What a template raises that does not fit a chat."""
 
@@ -49,9 +49,8 @@ class ChatTemplate:
         self._template = Environment().from_string(source)
         self._special_tokens = dict(special_tokens)
         self.source = source
-        self._knows_developer = "developer" in source
-        self._knows_tools = re.search(r"\btools\b", source) is not None
-        self._short_ids = "strings with length 9" in source
+        self._habits = Habits.of(source)
+        self._form = form_of(source)
 
     def render(
         self,
@@ -89,16 +88,14 @@ class ChatTemplate:
     def _once(
         self, messages: Sequence[Mapping[str, Any]], extra: _Extra, budget: Budget, *, goes_on: bool = False
     ) -> str:
-        chat, tools = [self._message(message) for message in messages], extra.tools
-        if not self._knows_tools:
-            chat, tools = in_words(chat, tools), ()
+        chat = list(map(_message, messages))
         last = str(chat[-1].get("content", "")) if goes_on else ""
         if goes_on:
             chat[-1]["content"] = last + _END_MARK
-        variables = {**self._special_tokens, **extra.kwargs}
-        variables.update(messages=chat, tools=list(tools) or None, documents=list(extra.documents) or None)
+        chat = self._habits.fitted(chat)
+        variables = {**self._special_tokens, **extra.kwargs, "documents": list(extra.documents) or None}
         variables["add_generation_prompt"] = extra.add_generation_prompt
-        text = self._rendered(variables, budget)
+        text = self._rendered(chat, extra.tools, variables, budget)
         return _cut_behind(text, last) if goes_on else text
 
     def _blamed(self, messages: Sequence[Mapping[str, Any]], extra: _Extra, budget: Budget, said: str) -> int | None:
@@ -125,52 +122,45 @@ class ChatTemplate:
         except (BudgetError, RecursionError, MemoryError):
             return None
 
-    def _rendered(self, variables: dict[str, Any], budget: Budget) -> str:
-        """Templates that dump arguments need objects, those that append them (DeepSeek's) need text."""
-        try:
-            return render(self._template, variables, budget)
-        except TypeError:
-            if not any(message.get("tool_calls") for message in variables["messages"]):
+    def _rendered(self, chat: list[dict[str, Any]], tools: _Tools, variables: dict[str, Any], budget: Budget) -> str:
+        """The first form of the chat that the template takes. Raises what it says to the plain one."""
+        refusal: Exception | None = None
+        for messages, shown in self._forms(chat, tools):
+            try:
+                return render(self._template, {**variables, "messages": messages, "tools": list(shown) or None}, budget)
+            except BudgetError:
                 raise
-            texts = list(map(_with_text, variables["messages"]))
-            return render(self._template, {**variables, "messages": texts}, budget)
+            except _REFUSALS as exc:
+                refusal = refusal or exc
+        assert refusal is not None  # there is a first form
+        raise refusal
 
-    def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        out = {key: value for key, value in message.items() if value is not None}
-        reasoning = next((out[key] for key in _REASONING_FIELDS if key in out), None)
-        if reasoning is not None:
-            out = {"thinking": reasoning, **out, "reasoning_content": reasoning}
-        if out.get("role") == "developer" and not self._knows_developer:
-            out["role"] = "system"
-        if self._short_ids:
-            out = _with_short_ids(out)
-        return out
-
-
-def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with its calls' arguments as JSON text."""
-    if not message.get("tool_calls"):
-        return message
-    calls = [
-        {**call, "function": {**call["function"], "arguments": to_json(call["function"].get("arguments"))}}
-        for call in message["tool_calls"]
-    ]
-    return {**message, "tool_calls": calls}
-
-
-def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
-    """Mistral's templates take ids of nine letters and digits alone: others become such, each always the same."""
-    if isinstance(found := message.get("tool_call_id"), str):
-        message["tool_call_id"] = _short_id(found)
-    if isinstance(calls := message.get("tool_calls"), list):
-        message["tool_calls"] = [{**call, "id": _short_id(str(call.get("id")))} for call in calls]
-    return message
+    def _forms(self, chat: list[dict[str, Any]], tools: _Tools) -> Iterator[tuple[Sequence[Mapping[str, Any]], _Tools]]:
+        """The chat as transformers gives it, then what may help where the template refuses that: arguments as text, for
+        those that append them; tools with all that a tool may have; tools in words in the user's message (Gemma's)."""
+        if not self._habits.tools:
+            yield in_words(chat, tools, self._form), ()
+            if tools:
+                yield in_words(chat, tools, self._form, system=False), ()
+            return
+        if not self._habits.calls:
+            chat = [with_calls_in_words(m, self._form) if m.get("tool_calls") else m for m in chat]
+        called = any(message.get("tool_calls") for message in chat)
+        whole = filled(tools)
+        yield chat, tools
+        if called:
+            yield with_text_arguments(chat), tools
+        if whole != list(tools):
+            yield chat, whole
+            if called:
+                yield with_text_arguments(chat), whole
 
 
-def _short_id(call_id: str) -> str:
-    if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
-        return call_id
-    return hashlib.sha256(call_id.encode()).hexdigest()[:9]
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Without keys that hold None, and with thoughts under all their names, as transformers does it."""
+    out = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((out[key] for key in _REASONING_FIELDS if key in out), None)
+    return out if reasoning is None else {"thinking": reasoning, **out, "reasoning_content": reasoning}
 
 
 def _cut_behind(text: str, message: str) -> str:

@@ -68,7 +68,8 @@ HARMONY_SPECIAL = {"<|channel|>": 5, "<|message|>": 8, "<|start|>": 6, "<|end|>"
 def test_auto_goes_by_template_and_vocabulary(
     template: str, vocabulary: Vocabulary, tools: str, reasoning: str, variant: bool
 ) -> None:
-    found = choose_format("auto", "auto", template, vocabulary)
+    shown = f"{template}{{{{ tools }}}}" if template else ""
+    found = choose_format("auto", "auto", shown, vocabulary)
     assert (found.tools, found.reasoning, found.variant) == (tools, reasoning, variant)
 
 

@@ -47,7 +47,7 @@ class DecodeSession:
 
     @property
     def age(self) -> tuple[int, SessionId]:
-        """Order of every queue: arrival at the router, ties by id."""
+        """Order of every queue: arrival at the router, as the priority has moved it; ties by id."""
         return (self.sequence.spec.arrival_ms, self.id)
 
     def wait_ends(self, config: SchedulerConfig) -> float:

@@ -4,13 +4,13 @@ In the router's queue the most urgent class that waits goes first, and clients s
 starves: while somebody less urgent waits, one turn in eight is theirs, and goes to the class of the one that has
 waited longest. So more urgent requests can never slow the others to less than an eighth of the pace.
 
-In the engines a step of priority counts like three seconds of age, and never for more than half a minute. There
-everything is ordered by one number per request, its arrival, and the rules that keep engines from waiting for each
-other need just that: it is fixed once, outlives every attempt, and is the same to all workers. So the router moves
-the number, and no worker knows of priorities. Before a request can come only those whose number is less, of which
-there will be no more once half a minute (a minute, where clients may ask for less than 0) has passed: order by
-priority alone would let an unending stream of others go before it. Half a minute is less than a request may wait
-in an engine.
+In the engines a step of priority counts like 2.5 seconds of age, and never for more than 25. All their queues, and whom
+they preempt, follow one number per request, its arrival; the rules that keep engines from waiting for each other ask no
+more of it than that it is fixed once, outlives every attempt, and is the same to all workers. So the router moves the
+number, and no worker knows of priorities. Before a request can come only those with a lesser number, and they end:
+who comes 25 seconds later (50, where clients may go below 0) has a greater one. Ordering by priority itself would let
+an unending stream of urgent requests keep another one without blocks, or preempt it again and again. Fifty seconds
+are less than a request may wait in an engine (queue_timeout).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 TURNS_FOR_ONE = 8
 """Of so many turns in a row, all taken while somebody less urgent waits, one is theirs."""
-STEP_MS = 3_000
-MOST_MS = 30_000
+STEP_MS = 2_500
+MOST_MS = 25_000
 
 
 def order_ms(arrival_ms: int, priority: int) -> int:

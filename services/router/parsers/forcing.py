@@ -17,8 +17,10 @@ import orjson
 
 from engine_core.types.sampling import Grammar, GrammarKind
 from services.router.grammar.forms import json_in_lark
-from services.router.parsers import deepseek_v3, harmony, hermes, mistral
+from services.router.parsers import deepseek_v3, harmony, hermes, kimi_k2, mistral, tagged
+from services.router.parsers.argument_forms import moved, python_arguments, tagged_arguments
 from services.router.parsers.choice import GPT_OSS, OutputFormat
+from services.router.parsers.tagged import Tags
 
 _ANYTHING: Mapping[str, Any] = {"type": "object"}
 _NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -89,9 +91,21 @@ class _Lark:
         return Grammar(GrammarKind.LARK, "\n".join([f"start: {start.strip()}", *self.rules]) + "\n")
 
     def marks(self, *texts: str) -> str:
-        """Texts one after another: marks that are special tokens as such."""
+        """Texts one after another: marks that are special tokens, and those inside texts, as such."""
         special = self._written.special
-        return " ".join(f"<[{special[t]}]>" if t in special else json.dumps(t, ensure_ascii=False) for t in texts)
+        parts = [part for text in texts for part in self._parts(text)]
+        return " ".join(f"<[{special[t]}]>" if t in special else json.dumps(t, ensure_ascii=False) for t in parts)
+
+    def cut(self, text: str) -> tuple[str, str]:
+        """A text up to the first mark that is a special token, and from there on."""
+        parts = self._parts(text)
+        lead = parts[0] if parts and parts[0] not in self._written.special else ""
+        return lead, text[len(lead) :]
+
+    def _parts(self, text: str) -> list[str]:
+        marks = sorted(self._written.special, key=len, reverse=True)
+        found = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
+        return [part for part in found if part]
 
     def answer(self, grammar: Grammar) -> str:
         """The answer has to be this."""
@@ -110,8 +124,12 @@ class _Lark:
 
     def until(self, mark: str) -> str:
         """Any text up to a mark, and the mark."""
-        if mark in self._written.special:
+        lead, rest = self.cut(mark)
+        if not lead:
             return f"TEXT {self.marks(mark)}"
+        if rest:
+            self.rules.append(f"UNTIL_{len(self.rules)}: TEXT {self.marks(lead)}")
+            return f"UNTIL_{len(self.rules) - 1} {self.marks(rest)}"
         name = f"until_{len(self.rules)}"
         self.rules.append(f"{name}[lazy]: TEXT {self.marks(mark)}")
         return name
@@ -150,18 +168,21 @@ class _Lark:
             return f"{final} | ({self.channel('commentary')})? {behind}"
         if opening:
             return f"TEXT | {self.until(opening)} {behind}"
-        self.rules.append(r"ANSWER: /[^{\s](?s:.*)/")
+        begin = r"\[" if self._written.tools == "pythonic" else "{"
+        self.rules.append(rf"ANSWER: /[^{begin}\s](?s:.*)/")
         return f"ANSWER? | {behind}"
 
     def _behind_opening(self, tools: Sequence[Function], *, several: bool) -> str:
         _, behind, separator, tail = self._form()
         self.rules.append(f"call: {' | '.join(map(self._call, tools))}")
-        more = f" ({self.marks(*separator)} call)*" if several and separator else ""
+        more = f" ({self.marks(*separator)} call)*" if several and separator is not None else ""
         return f"{self.marks(*behind)} call{more} {self.marks(*tail)}"
 
-    def _form(self) -> tuple[str, _Marks, _Marks, _Marks]:
-        """The mark before all calls, what follows it, what stands between two calls (nothing: there is no second one),
-        and what stands behind all."""
+    def _form(self) -> tuple[str, _Marks, _Marks | None, _Marks]:
+        """The mark before all calls, what follows it, what stands between two calls (None: there is no second one), and
+        what stands behind all."""
+        if (tags := tagged.FAMILIES.get(self._written.tools)) is not None:
+            return self._tagged_form(tags)
         match self._written.tools:
             case "hermes":
                 return hermes.OPEN, ("\n",), ("\n", hermes.OPEN, "\n"), ()
@@ -170,18 +191,42 @@ class _Lark:
             case "mistral":
                 return mistral.CALLS, (" [",), (", ",), ("]",)
             case "deepseek_v3":
-                return deepseek_v3.CALLS, (), ("\n",), (deepseek_v3.CALLS_END,)
+                between = () if self._written.variant else ("\n",)
+                return deepseek_v3.CALLS, (), between, (deepseek_v3.CALLS_END,)
+            case "kimi_k2":
+                return kimi_k2.CALLS, (), (), (kimi_k2.CALLS_END,)
+            case "pythonic":
+                return "", ("[",), (", ",), ("]",)
             case "llama3_json":
                 return "", (), ("; ",), ()
             case "gpt_oss":
-                return "", (), (), ()
+                return "", (), None, ()
         return "", (), ("\n",), ()
+
+    def _tagged_form(self, tags: Tags) -> tuple[str, _Marks, _Marks | None, _Marks]:
+        opening, closing = tags.blocks[self._written.variant and len(tags.blocks) > 1]
+        line = self._line
+        if not tags.head:
+            return opening, (), (line, opening), ()
+        between = (line, closing, line, opening, line) if tags.one_per_block else (line,)
+        return opening, (line,), between, (line, closing)
+
+    @property
+    def _line(self) -> str:
+        """What stands between marks: GLM's newer models break no lines."""
+        return "" if self._written.tools == "glm45" and self._written.variant else "\n"
 
     def _call(self, function: Function) -> str:
         name = function.name
         if self.calls_are_json and self._written.tools in _BARE:
             whole = _call_schema(name, _BARE[self._written.tools], function.schema)
             return self.arguments(whole, strict=function.strict)
+        if (tags := tagged.FAMILIES.get(self._written.tools)) is not None:
+            written = tagged_arguments(self, tags, self._line, function.schema, strict=function.strict)
+            return f"{self.marks(tags.head, name, tags.head_end, self._line)} {written} {self.marks(tags.end)}"
+        if self._written.tools == "pythonic":
+            written = python_arguments(self, function.schema, strict=function.strict)
+            return f"{self.marks(name + '(')} {written} {self.marks(')')}"
         arguments = self.arguments(function.schema, strict=function.strict)
         match self._written.tools:
             case "hermes":
@@ -195,6 +240,9 @@ class _Lark:
             case "deepseek_v3":
                 head = self.marks(deepseek_v3.CALL, "function", deepseek_v3.SEP, f"{name}\n```json\n")
                 return f"{head} {arguments} {self.marks(chr(10) + '```', deepseek_v3.CALL_END)}"
+            case "kimi_k2":
+                head = f"{self.marks(kimi_k2.CALL, kimi_k2.PREFIX + name + ':')} /[0-9]{{1,2}}/"
+                return f"{head} {self.marks(kimi_k2.ARGUMENTS)} {arguments} {self.marks(kimi_k2.CALL_END)}"
             case "gpt_oss":
                 to = self.marks(harmony.CHANNEL, f"commentary to=functions.{name} ", harmony.CONSTRAIN, "json")
                 return f"{to} {self.marks(harmony.MESSAGE)} {arguments}"
@@ -210,16 +258,7 @@ def _call_schema(name: str, key: str, schema: Mapping[str, Any]) -> dict[str, An
     """The schema of a whole call; what refers to the root of `schema` finds it where it is now."""
     return {
         "type": "object",
-        "properties": {"name": {"const": name}, key: _moved(schema, f"#/properties/{key}")},
+        "properties": {"name": {"const": name}, key: moved(schema, f"#/properties/{key}")},
         "required": ["name", key],
         "additionalProperties": False,
     }
-
-
-def _moved(schema: Any, root: str) -> Any:
-    if isinstance(schema, Mapping):
-        return {
-            k: root + v[1:] if k == "$ref" and isinstance(v, str) and v.startswith("#") else _moved(v, root)
-            for k, v in schema.items()
-        }
-    return [_moved(v, root) for v in schema] if isinstance(schema, list) else schema

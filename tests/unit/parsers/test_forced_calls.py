@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cache
 
-import llguidance
 import msgspec
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
 from engine_core.grammar.compiler import ITEM_SEPARATOR, KEY_SEPARATOR
 from engine_core.types.sampling import Grammar, GrammarKind
 from services.router.parsers.base import Content, Part, Reasoning
 from services.router.parsers.choice import OutputFormat, choose_format
 from services.router.parsers.forcing import Function, after_thoughts, forced_calls, free_calls
-from services.router.text.tokenizer import RouterTokenizer
+from tests.support.byte_vocabulary import allows, byte_tokenizer, error_of
 from tests.support.outputs import CALL, CALL_END, CALLS, CALLS_END, SEP, call, read
 
 CITY = Function(
@@ -34,7 +30,6 @@ CITY = Function(
 NOTHING = Function("g")
 NAMES = frozenset({"f", "g"})
 GOOD, BAD = '{"city": "a\\"b", "days": 2}', '{"city": "Rome"}'
-EOS = "<eos>"
 DEEPSEEK = (CALLS, CALLS_END, CALL, CALL_END, SEP)
 HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
 TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
@@ -113,7 +108,7 @@ FORMS = [
         (),
         CALLS,
         f"{CALLS}{CALL}f{SEP}%s{CALL_END}{CALLS_END}",
-        f"{CALLS}{CALL}f{SEP}%s{CALL_END}\n{CALL}g{SEP}{{}}{CALL_END}{CALLS_END}",
+        f"{CALLS}{CALL}f{SEP}%s{CALL_END}{CALL}g{SEP}{{}}{CALL_END}{CALLS_END}",
     ),
     Form(
         "gpt-oss",
@@ -136,7 +131,7 @@ def test_forced_calls_are_calls(form: Form) -> None:
     assert _read(written, text) == call(0, "f", GOOD)
     for several in (True, False):
         grammar = forced_calls(written, [CITY, NOTHING], several=several)
-        assert _allows(form.special, grammar, text)
+        assert allows(form.special, grammar, text)
         for other in (
             "",
             "Hello",
@@ -145,10 +140,10 @@ def test_forced_calls_are_calls(form: Form) -> None:
             form.one % '{"city": "Oslo", "more": 1}',
             text + "x",
         ):
-            assert not _allows(form.special, grammar, other), other
+            assert not allows(form.special, grammar, other), other
         if form.text:
             before = form.text if form.text == ANALYSIS else ""
-            assert _allows(form.special, grammar, before + text)
+            assert allows(form.special, grammar, before + text)
 
 
 @by_form
@@ -158,21 +153,21 @@ def test_further_calls_only_where_they_are_wanted(form: Form) -> None:
         return
     text = form.two % GOOD
     assert _read(written, text) == [*call(0, "f", GOOD), *call(1, "g", "{}")]
-    assert _allows(form.special, forced_calls(written, [CITY, NOTHING], several=True), text)
-    assert not _allows(form.special, forced_calls(written, [CITY, NOTHING], several=False), text)
-    assert not _allows(form.special, forced_calls(written, [CITY], several=True), text)
+    assert allows(form.special, forced_calls(written, [CITY, NOTHING], several=True), text)
+    assert not allows(form.special, forced_calls(written, [CITY, NOTHING], several=False), text)
+    assert not allows(form.special, forced_calls(written, [CITY], several=True), text)
 
 
 @by_form
 def test_strict_functions_keep_their_schema_where_calls_are_free(form: Form) -> None:
     written = _format(form)
     grammar = free_calls(written, [CITY, NOTHING], several=True)
-    assert _allows(form.special, grammar, form.text + form.one % GOOD)
-    assert not _allows(form.special, grammar, form.text + form.one % BAD)
+    assert allows(form.special, grammar, form.text + form.one % GOOD)
+    assert not allows(form.special, grammar, form.text + form.one % BAD)
     answer = "<|channel|>final<|message|>He{llo" if written.tools == "gpt_oss" else "He{llo"
-    assert _allows(form.special, grammar, answer)
+    assert allows(form.special, grammar, answer)
     loose = free_calls(written, [msgspec.structs.replace(CITY, strict=False), NOTHING], several=True)
-    assert _allows(form.special, loose, form.text + form.one % BAD)
+    assert allows(form.special, loose, form.text + form.one % BAD)
 
 
 @by_form
@@ -181,10 +176,10 @@ def test_an_answer_of_a_form_or_calls(form: Form) -> None:
     schema = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", "required": ["x"]}))
     grammar = free_calls(written, [CITY], several=False, answer=schema)
     head = "<|channel|>final<|message|>" if written.tools == "gpt_oss" else ""
-    assert _allows(form.special, grammar, head + '{"x": 1}')
-    assert not _allows(form.special, grammar, head + "Hello")
-    assert _allows(form.special, grammar, form.one % GOOD)
-    assert not _allows(form.special, grammar, form.one % BAD)
+    assert allows(form.special, grammar, head + '{"x": 1}')
+    assert not allows(form.special, grammar, head + "Hello")
+    assert allows(form.special, grammar, form.one % GOOD)
+    assert not allows(form.special, grammar, form.one % BAD)
 
 
 THOUGHTS = [((), "deepseek_r1", "<think>", "</think>"), (("[THINK]", "[/THINK]"), "mistral", "[THINK]", "[/THINK]")]
@@ -194,7 +189,7 @@ THOUGHTS = [((), "deepseek_r1", "<think>", "</think>"), (("[THINK]", "[/THINK]")
 def test_thoughts_stand_before_forced_calls(
     special: tuple[str, ...], reasoning: str, opening: str, closing: str
 ) -> None:
-    written = choose_format("hermes", reasoning, "", _tokenizer(special))
+    written = choose_format("hermes", reasoning, "", byte_tokenizer(special))
     text = FORMS[0].one % GOOD
     thought = f"Hm, {{ </\n{closing}\n\n"
     free = forced_calls(written, [CITY], several=False)
@@ -206,7 +201,7 @@ def test_thoughts_stand_before_forced_calls(
         (ended, (True, False, False)),
     ):
         for output, allowed in zip((text, thought + text, opening + thought + text), expected, strict=True):
-            assert _allows(special, grammar, output) == allowed, (output, grammar)
+            assert allows(special, grammar, output) == allowed, (output, grammar)
     assert _read(written, opening + thought + text) == [Reasoning("Hm, { </"), *call(0, "f", GOOD)]
 
 
@@ -222,19 +217,19 @@ def test_thoughts_stand_before_forced_calls(
 def test_thoughts_stand_before_answers_of_a_form(grammar: Grammar, good: str, bad: str) -> None:
     written = OutputFormat("hermes", "deepseek_r1")
     begun = after_thoughts(written, grammar, inside=True)
-    assert _allows((), begun, f"Hm</think>\n\n{good}")
-    assert not _allows((), begun, f"Hm</think>\n\n{bad}")
-    assert not _allows((), begun, good)
+    assert allows((), begun, f"Hm</think>\n\n{good}")
+    assert not allows((), begun, f"Hm</think>\n\n{bad}")
+    assert not allows((), begun, good)
     assert after_thoughts(written, grammar, inside=False) == grammar
     assert after_thoughts(OutputFormat("hermes"), grammar) == grammar
     harmony = after_thoughts(OutputFormat("gpt_oss", "gpt_oss"), grammar)
-    assert _allows((), harmony, f"{ANALYSIS}<|channel|>final<|message|>{good}")
-    assert not _allows((), harmony, good)
+    assert allows((), harmony, f"{ANALYSIS}<|channel|>final<|message|>{good}")
+    assert not allows((), harmony, good)
 
 
 def _format(form: Form) -> OutputFormat:
     reasoning = "gpt_oss" if form.tools == "gpt_oss" else "none"
-    return choose_format(form.tools, reasoning, form.template, _tokenizer(tuple(form.special)))
+    return choose_format(form.tools, reasoning, form.template, byte_tokenizer(tuple(form.special)))
 
 
 def _read(written: OutputFormat, text: str) -> list[Part]:
@@ -243,52 +238,15 @@ def _read(written: OutputFormat, text: str) -> list[Part]:
     return [part for part in read(parser, [text]) if part != Content("")]
 
 
-@cache
-def _tokenizer(special: tuple[str, ...]) -> RouterTokenizer:
-    """One token per byte, and the special ones."""
-    return RouterTokenizer(_backend(special), None)
-
-
-@cache
-def _backend(special: tuple[str, ...]) -> tokenizers.Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([tokenizers.AddedToken(s, special=True, normalized=False) for s in (EOS, *special)])
-    return backend
-
-
-@cache
-def _vocabulary(special: tuple[str, ...]) -> llguidance.LLTokenizer:
-    backend = _backend(special)
-    return llguidance.LLTokenizer(backend.to_str(), eos_token=backend.token_to_id(EOS))
-
-
-def _error(grammar: Grammar) -> str:
-    found: str = llguidance.LLMatcher(_vocabulary(()), grammar.text, log_level=0).get_error()
-    return found
-
-
-def _allows(special: Sequence[str], grammar: Grammar, text: str) -> bool:
-    """Whether `text` is a whole output by the grammar."""
-    assert grammar.kind is GrammarKind.LARK
-    vocabulary = _vocabulary(tuple(special))
-    matcher = llguidance.LLMatcher(vocabulary, grammar.text)
-    assert not matcher.get_error(), (matcher.get_error(), grammar.text)
-    ids = _backend(tuple(special)).encode(text, add_special_tokens=False).ids
-    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-
-
 @by_form
 def test_white_space_is_bounded(form: Form) -> None:
     grammar = forced_calls(_format(form), [CITY], several=False)
-    assert _allows(form.special, grammar, form.one % '{"city":"Oslo","days": 2}')
-    assert not _allows(form.special, grammar, form.one % '{"city":  "Oslo"}')
-    assert not _allows(form.special, grammar, form.one % '{\n"city": "Oslo"}')
+    assert allows(form.special, grammar, form.one % '{"city":"Oslo","days": 2}')
+    assert not allows(form.special, grammar, form.one % '{"city":  "Oslo"}')
+    assert not allows(form.special, grammar, form.one % '{\n"city": "Oslo"}')
     schema = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
     free = free_calls(_format(form), [CITY], several=False, answer=schema)
-    assert not _allows(form.special, free, '{ "x": 1}')
+    assert not allows(form.special, free, '{ "x": 1}')
 
 
 def test_the_options_are_those_of_other_schemas() -> None:
@@ -300,6 +258,6 @@ def test_the_options_are_those_of_other_schemas() -> None:
 def test_keywords_that_are_not_known_are_left_out_unless_strict() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "colour": "red", "minProperties": 1}}}
     odd = Function("f", {**schema, "unevaluatedProperties": False})
-    assert _error(forced_calls(OutputFormat("json"), [odd], several=False)) == ""
+    assert error_of(forced_calls(OutputFormat("json"), [odd], several=False)) == ""
     strict = msgspec.structs.replace(odd, strict=True)
-    assert "unevaluatedProperties" in _error(forced_calls(OutputFormat("json"), [strict], several=False))
+    assert "unevaluatedProperties" in error_of(forced_calls(OutputFormat("json"), [strict], several=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import uuid
@@ -17,7 +18,7 @@ from playwright.async_api import Browser, Page, async_playwright, expect
 
 from engine_core.types.digest import tokenizer_digest
 from tests.support.asking import Asker, random_prompt
-from tests.support.fake_decode import FakeDecode, register, says
+from tests.support.fake_decode import FakeDecode, register, running_router, says
 from tests.support.mesh import Mesh
 from tests.support.models import tiny_model
 
@@ -209,6 +210,61 @@ async def test_both_themes_can_be_had(setting: Setting) -> None:
         assert await page.evaluate(background) != dark
         await page.reload()
         await expect(page.locator("html")).to_have_attribute("data-theme", "light")
+
+
+async def test_a_chat_needs_the_key_and_shows_thoughts_apart(setting: Setting) -> None:
+    """Without a key, with what can be none, with a wrong one and with the right one; it is in no address."""
+    fake = FakeDecode(says([]))
+    async with running_router(tiny_model("llama"), fake, api_key=("sk-1",), reasoning_parser="deepseek_r1") as router:
+        fake.script = says(router.ids("<think>so it is</think>well then"))
+        page = await setting.browser.new_page()
+        page.set_default_timeout(WAIT)
+        sent: list[tuple[str, str | None]] = []
+        errors: list[str] = []
+        page.on("request", lambda r: sent.append((r.url, r.headers.get("authorization"))))
+        page.on("console", lambda m: errors.append(m.text) if m.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        answers, banner = page.locator(".bubble.assistant"), page.locator("#banner")
+
+        async def ask() -> None:
+            await page.fill("#chat-text", QUESTION)
+            await page.click("#chat-send")
+            await expect(answers.last).to_have_attribute("data-end", re.compile("."))
+
+        await page.goto(f"{router.url}/console")
+        await expect(page.locator("#key-dialog")).to_be_visible()
+        await expect(banner).to_have_text("The router wants an API key: give one under Key.")
+        await page.fill("#key", "ключ")
+        await page.click("#key-form button")
+        assert await page.locator("#key").evaluate("input => input.validity.patternMismatch")
+        await page.fill("#key", "sk-2")
+        await page.click("#key-form button")
+        await expect(page.locator("#key-dialog")).to_be_hidden()
+        wrong = "The router does not take this API key: give another one under Key."
+        await expect(banner).to_have_text(wrong)
+        await ask()
+        await expect(answers.last).to_have_attribute("data-end", "failed")
+        await expect(answers.last.locator(".bad")).to_have_text(wrong)
+        assert not fake.requests
+
+        await page.click("#key-open")
+        await page.fill("#key", " sk-1 ")
+        await page.keyboard.press("Enter")
+        await expect(banner).to_be_hidden()
+        await expect(page.locator(".worker")).to_have_count(2)
+        await ask()
+        await expect(answers.last).to_have_attribute("data-end", "stop")
+        await expect(answers.last.locator(".text")).to_have_text("well then")
+        await expect(answers.last.locator(".thoughts")).to_have_text("so it is")
+        await page.reload()
+        await expect(page.locator(".worker")).to_have_count(2)  # the tab has it
+        assert await page.evaluate("[Object.keys(localStorage).length, document.cookie, location.href]") == [
+            0, "", f"{router.url}/console/",
+        ]  # fmt: skip
+        assert [e for e in errors if "401" not in e] == []
+        assert {key for _, key in sent} == {None, "Bearer sk-2", "Bearer sk-1"}
+        assert not [url for url, _ in sent if "sk-" in url]
+        await page.close()
 
 
 async def test_the_key_is_sent_and_kept_in_the_tab(setting: Setting) -> None:

@@ -14,8 +14,13 @@ function headers(more = {}) {
   return key ? { ...more, authorization: `Bearer ${key}` } : more;
 }
 
-/** The error of a response, in the router's own words. */
+/** The error of a response, in the router's own words; but of keys in this page's. */
 async function failure(response) {
+  if (response.status === 401) {
+    const error = new Error(getKey() ? "The router does not take this API key: give another one under Key." : "The router wants an API key: give one under Key.");
+    error.status = 401;
+    return error;
+  }
   let message = `${response.status} ${response.statusText}`;
   try {
     message = (await response.json()).error.message ?? message;
@@ -51,7 +56,7 @@ export class EventParser {
   }
 }
 
-/** Chats. `onText(text, chunk)` gets each piece; resolves when the stream has ended. Throws what the router says. */
+/** Chats. `onText(text, thoughts, chunk)` gets each piece; resolves when the stream has ended. Throws what the router says. */
 export async function streamChat(body, requestId, signal, onText) {
   const response = await fetch("../v1/chat/completions", {
     method: "POST",
@@ -69,7 +74,8 @@ export async function streamChat(body, requestId, signal, onText) {
       if (data === "[DONE]") continue;
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);
-      onText(chunk.choices?.[0]?.delta?.content ?? "", chunk);
+      const delta = chunk.choices?.[0]?.delta;
+      onText(delta?.content ?? "", delta?.reasoning_content ?? "", chunk);
     }
   }
 }

@@ -72,7 +72,8 @@ async function send(words) {
   bubble("user", words);
   const body = document.createTextNode("");
   const figures = h("div", { class: "figures" }, "waiting …");
-  const answer = bubble("assistant", h("div", { class: "text" }, body), figures);
+  const thoughts = h("div", { class: "muted thoughts" });
+  const answer = bubble("assistant", thoughts, h("div", { class: "text" }, body), figures);
   answer.classList.add("running");
   const controller = new AbortController();
   const id = newId();
@@ -86,10 +87,11 @@ async function send(words) {
   }, 100);
   busy(controller);
   try {
-    await streamChat({ ...wishes(), messages: turns }, id, controller.signal, (piece, chunk) => {
-      if (piece) {
+    await streamChat({ ...wishes(), messages: turns }, id, controller.signal, (piece, thought, chunk) => {
+      if (piece || thought) {
         first ??= since();
         body.data += piece;
+        thoughts.textContent += thought;
         scroll();
       }
       usage = chunk.usage ?? usage;

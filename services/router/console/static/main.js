@@ -16,6 +16,8 @@ let charts = null;
 let failures = 0;
 /** Whether this page has asked for a key by itself; a second time would be in the way of who has none. */
 let asked = false;
+/** Ends the pause between two questions. */
+let wake = () => {};
 
 function start() {
   buildTheme();
@@ -30,7 +32,7 @@ function start() {
 
 async function poll() {
   for (;;) {
-    if (document.visibilityState === "hidden") await new Promise((wake) => document.addEventListener("visibilitychange", wake, { once: true }));
+    if (document.visibilityState === "hidden") await new Promise((seen) => document.addEventListener("visibilitychange", seen, { once: true }));
     const begun = performance.now();
     try {
       take(await getMesh(series.last));
@@ -41,8 +43,16 @@ async function poll() {
       trouble(error);
     }
     attr(document.body, "data-connected", String(failures === 0));
-    await new Promise((wake) => setTimeout(wake, Math.max(200, EVERY - (performance.now() - begun)) * Math.min(5, 1 + failures)));
+    await pause(Math.max(200, EVERY - (performance.now() - begun)) * Math.min(5, 1 + failures));
   }
+}
+
+/** Milliseconds until the next question; a new key is tried at once. */
+function pause(milliseconds) {
+  return new Promise((resolve) => {
+    wake = resolve;
+    setTimeout(resolve, milliseconds);
+  });
 }
 
 function take(answer) {
@@ -58,9 +68,9 @@ function take(answer) {
 }
 
 function trouble(error) {
-  const denied = error.status === 401 || error.status === 403;
+  const denied = error.status === 401;
   if (denied && !asked) askForKey();
-  const words = denied ? `The router wants an API key: ${error.message}` : `The router does not answer (${error.message}); trying again.`;
+  const words = denied ? error.message : `The router does not answer (${error.message}); trying again.`;
   byId("banner").hidden = false;
   text(byId("banner"), words);
   beat("no answer");
@@ -156,7 +166,10 @@ function askForKey() {
 
 function buildKey() {
   byId("key-open").addEventListener("click", askForKey);
-  byId("key-form").addEventListener("submit", () => setKey(byId("key").value.trim()));
+  byId("key-form").addEventListener("submit", () => {
+    setKey(byId("key").value.trim());
+    wake();
+  });
 }
 
 start();

@@ -93,7 +93,7 @@ class Place:
         return Service(
             service.role,
             tuple(map(self.here, service.arguments)),
-            environment | {n: v for n, v in SMALL.items() if service.role in ("prefill", "decode")},
+            environment | {n: v for n, v in SMALL.items() if service.role in ("prefill", "decode", "serve")},
             tuple(tuple(map(self.here, probe)) for probe in service.probes),
             service.grace,
             service.watchdog,

@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,17 @@ def unit_file(path: Path, instance: str = "") -> dict[str, list[str]]:
 
 
 def unit_services(ports: Ports, folder: Path, model: Path) -> list[Service]:
-    """One of each unit, with the environment file that the guide gives."""
+    """One of each service's unit, with the environment file that the guide gives."""
+    place, services = _unit_place(ports, folder, model), []
+    for role in ROLES:
+        template = role in ("prefill", "decode")
+        unit = unit_file(UNITS / f"pdmesh-{role}{'@' if template else ''}.service", PORTS[role] if template else "")
+        services.append(_unit_service(place, role, unit))
+    return services
+
+
+def _unit_place(ports: Ports, folder: Path, model: Path) -> Place:
+    """A host with that file and the token."""
     place = Place(ports)
     etc, run, state = folder / "etc", folder / "run", folder / "state"
     for made in (etc, run, state):
@@ -100,26 +110,30 @@ def unit_services(ports: Ports, folder: Path, model: Path) -> list[Service]:
         + f"PDMESH_SERVED_MODEL_NAME=tiny\nPDMESH_BOOTSTRAP=127.0.0.1:{numbers['18800']}\n"
     )
     place.names.update(numbers | {"/etc/pdmesh": str(etc), "/run/pdmesh": str(run), "/var/lib/pdmesh": str(state)})
-    services = []
-    for role in ROLES:
-        template = role in ("prefill", "decode")
-        unit = unit_file(UNITS / f"pdmesh-{role}{'@' if template else ''}.service", PORTS[role] if template else "")
-        (command,) = unit["ExecStart"]
-        program, *arguments = shlex.split(command)
-        assert program == "/opt/pdmesh/bin/pdmesh"
-        environment = dict(pair.split("=", 1) for line in unit["Environment"] for pair in shlex.split(line))
-        for file in unit["EnvironmentFile"]:
-            environment |= _environment_file(Path(place.here(file.removeprefix("-"))), needed=not file.startswith("-"))
-        services.append(
-            Service(
-                role,
-                tuple(place.ports.get(METRICS, role) if argument == METRICS else argument for argument in arguments),
-                environment,
-                grace=seconds(unit["TimeoutStopSec"][0]),
-                watchdog=seconds(unit["WatchdogSec"][0]),
-            )
-        )
-    return [place.service(service) for service in services]
+    return place
+
+
+def one_unit(ports: Ports, folder: Path, model: Path) -> Service:
+    """The unit that holds the whole mesh, in the same place."""
+    place = _unit_place(ports, folder, model)
+    return _unit_service(place, "serve", unit_file(UNITS / "pdmesh.service"))
+
+
+def _unit_service(place: Place, role: str, unit: Mapping[str, Sequence[str]]) -> Service:
+    (command,) = unit["ExecStart"]
+    program, *arguments = shlex.split(command)
+    assert program == "/opt/pdmesh/bin/pdmesh"
+    environment = dict(pair.split("=", 1) for line in unit["Environment"] for pair in shlex.split(line))
+    for file in unit["EnvironmentFile"]:
+        environment |= _environment_file(Path(place.here(file.removeprefix("-"))), needed=not file.startswith("-"))
+    service = Service(
+        role,
+        tuple(place.ports.get(METRICS, role) if argument == METRICS else argument for argument in arguments),
+        environment,
+        grace=seconds(unit["TimeoutStopSec"][0]),
+        watchdog=seconds(unit["WatchdogSec"][0]),
+    )
+    return place.service(service)
 
 
 def _environment_file(path: Path, *, needed: bool) -> dict[str, str]:

@@ -136,7 +136,7 @@ def test_systemd_verifies_every_unit(installed: Path, tmp_path: Path, drop_in: s
     here = tmp_path / "units"
     shutil.copytree(installed, here)
     if drop_in:
-        for template in here.glob("*@.service"):
+        for template in [*here.glob("*@.service"), here / "pdmesh.service"]:
             (here / f"{template.name}.d").mkdir()
             shutil.copy(UNITS / "drop-ins" / drop_in, here / f"{template.name}.d")
     done = run("systemd-analyze", "verify", *sorted(path for path in here.iterdir() if path.is_file()))
@@ -156,7 +156,7 @@ def test_units_are_hardened(installed: Path) -> None:
         done = run("systemd-analyze", "security", "--offline=true", "--no-pager", path)
         (level,) = re.findall(r"exposure level for \S+: ([\d.]+)", done.stdout)
         found[path.name] = float(level)
-    assert len(found) == len(ROLES) and max(found.values()) <= EXPOSURE, found
+    assert len(found) == len(MESH_UNITS) and max(found.values()) <= EXPOSURE, found
 
 
 def test_what_units_have_in_common() -> None:
@@ -165,6 +165,7 @@ def test_what_units_have_in_common() -> None:
         "pdmesh-decode@.service",
         "pdmesh-prefill@.service",
         "pdmesh-router.service",
+        "pdmesh.service",
     ]
     for name in MESH_UNITS:
         unit = unit_file(UNITS / name)
@@ -173,7 +174,9 @@ def test_what_units_have_in_common() -> None:
         assert unit["Type"] == ["notify"] and unit["NotifyAccess"] == ["main"] and unit["WatchdogSec"] == ["30"]
         assert unit["KillMode"] == ["mixed"], "an engine must not be signalled beside its service process"
         assert unit["RestartPreventExitStatus"] == ["2"] and unit["Restart"] == ["on-failure"]
-        assert unit["WantedBy"] == ["pdmesh.target"] and unit["PartOf"] == ["pdmesh.target"]
+        alone = name == "pdmesh.service"
+        assert unit["WantedBy"] == ["multi-user.target" if alone else "pdmesh.target"]
+        assert unit.get("PartOf", []) == ([] if alone else ["pdmesh.target"])
 
 
 # ---- Kubernetes ------------------------------------------------------------------------------------------------------

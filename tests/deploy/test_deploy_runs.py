@@ -13,7 +13,16 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.fleet import Fleet, Ports, Service, complete, metrics
-from tests.deploy.reading import KUBERNETES, PORTS, compose_services, kustomized, of_kind, pod_services, unit_services
+from tests.deploy.reading import (
+    KUBERNETES,
+    PORTS,
+    compose_services,
+    kustomized,
+    of_kind,
+    one_unit,
+    pod_services,
+    unit_services,
+)
 from tests.support.models import tiny_model
 
 # A busy machine may take a minute to start five processes.
@@ -103,3 +112,18 @@ async def test_pods_with_mtls(tmp_path: Path) -> None:
     ports = Ports()
     (folder,) = folders(tmp_path, "files")
     await serves_and_stops(ports, pod_services(ports, folder, tiny_model(), "overlays/production"), tmp_path)
+
+
+@pytest.mark.slow
+async def test_the_whole_mesh_in_one_unit(tmp_path: Path) -> None:
+    ports = Ports()
+    (folder,) = folders(tmp_path, "files")
+    async with Fleet(ports, [one_unit(ports, folder, tiny_model())], tmp_path) as fleet:
+        (serve,) = fleet.of("serve")
+        url = f"http://127.0.0.1:{ports.get(PORTS['router'])}"
+        answer = await complete(url, prompt="Name three colours.", max_tokens=8, temperature=0, ignore_eos=True)
+        assert answer["usage"]["completion_tokens"] == 8, "when it says READY it can place a request"
+        assert await serve.stop() == 0
+        assert serve.notified is not None
+        said = serve.notified.seen()
+        assert said.count("READY=1") == said.count("STOPPING=1") == 1 and "WATCHDOG=1" in said

@@ -17,10 +17,11 @@ from concurrent.futures import TimeoutError as FutureTimeout
 
 import llguidance
 import numpy as np
+import numpy.typing as npt
 
 from engine_core.execution.masks import Masks
 from engine_core.grammar.cache import Compiled, GrammarCache
-from engine_core.grammar.compiler import FALSE_END, is_false_end
+from engine_core.grammar.compiler import UNSPELLED, spelt_out
 from engine_core.scheduler.step import ScheduledSequence, StepPlan
 from engine_core.types.errors import InvalidRequestError
 from engine_core.types.ids import SessionId
@@ -120,8 +121,8 @@ class _Hands:
 
     def _work(self, grammars: GrammarCache, words: int, jobs: list[_Job]) -> _Result:
         problems: dict[int, str] = {}
-        ready: list[tuple[llguidance.LLMatcher, int]] = []
-        width, ends = words, list[int]()
+        ready: list[tuple[llguidance.LLMatcher, Compiled, int]] = []
+        width = words
         for index, _, state, new in jobs:
             try:
                 if state.compiled is None:
@@ -132,26 +133,26 @@ class _Hands:
                 problems[index] = exc.message
                 continue
             vocabulary = state.compiled.vocabulary
-            ends = [end for end in vocabulary.eos_tokens if end < 32 * words]
             refused = _consume(state.matcher, new, vocabulary.eos_tokens)
             if refused:
                 problems[index] = refused
             else:
                 width = max(words, -(-vocabulary.vocab_size // 32))
-                ready.append((state.matcher, index))
+                ready.append((state.matcher, state.compiled, index))
         bits = np.zeros((len(ready), width), np.uint32)
         if ready:
-            targets = [(matcher, row) for row, (matcher, _) in enumerate(ready)]
+            targets = [(matcher, row) for row, (matcher, _, _) in enumerate(ready)]
             self._executor.unsafe_compute_mask_ptr(targets, bits.ctypes.data, width * 4, len(ready))
         masks: Masks = {}
-        for row, (matcher, index) in enumerate(ready):
+        filled = np.count_nonzero(bits[:, :words], axis=1)
+        for row, (matcher, compiled, index) in enumerate(ready):
             mask = bits[row, :words]
             if matcher.is_error():
                 problems[index] = f"the grammar can't be followed: {_reason(matcher)}"
-            elif not mask.any() or (matcher.is_stopped() and not matcher.is_accepting()):
+            elif not filled[row] or (matcher.is_stopped() and not matcher.is_accepting()):
                 problems[index] = "the grammar allows no token here"
-            elif is_false_end(matcher, [end for end in ends if mask[end // 32] >> end % 32 & 1]):
-                problems[index] = FALSE_END
+            elif filled[row] == 1 and not _spell(mask, compiled.vocabulary, matcher):
+                problems[index] = UNSPELLED
             else:
                 masks[index] = mask
         return masks, problems, [session for index, session, _, _ in jobs if index in problems]
@@ -172,6 +173,22 @@ def _consume(matcher: llguidance.LLMatcher, tokens: tuple[int, ...], eos_token_i
                 return ""
             return f"token {piece[taken]} does not match the grammar"
     return ""
+
+
+def _spell(mask: npt.NDArray[np.uint32], vocabulary: llguidance.LLTokenizer, matcher: llguidance.LLMatcher) -> bool:
+    """Where the mask, which has one word that is not 0, allows a single token: has it be one that the matcher takes.
+    False when there is none."""
+    at = int(mask.argmax())
+    word = int(mask[at])
+    if word & (word - 1):
+        return True
+    token = 32 * at + word.bit_length() - 1
+    spelt = spelt_out(vocabulary, matcher, token)
+    if spelt is None or spelt >= 32 * len(mask):
+        return False
+    mask[at] = 0
+    mask[spelt // 32] = 1 << spelt % 32
+    return True
 
 
 def _reason(matcher: llguidance.LLMatcher) -> str:

@@ -29,7 +29,7 @@ STACK_BYTES = 512 * 1024 * 1024
 ITEM_SEPARATOR, KEY_SEPARATOR = ", ?", ": ?"
 """Between the parts of JSON, as patterns: nothing else there is whitespace."""
 
-FALSE_END = "the grammar spells out a token that ends outputs; that can't be written as text"
+UNSPELLED = "the grammar forces text that the model's tokens can't write"
 
 _TRIAL_TOKENS = 12
 _MESSAGE_CHARS = 400
@@ -114,20 +114,41 @@ def try_out(vocabulary: llguidance.LLTokenizer, matcher: llguidance.LLMatcher) -
             raise _refused("nothing matches the grammar")
         if copy.is_stopped():
             return
-        ends = np.isin(allowed, vocabulary.eos_tokens)
-        if is_false_end(copy, allowed[ends].tolist()):
-            raise _refused(FALSE_END)
-        going_on = allowed[~ends]
+        if allowed.size == 1:
+            spelt = spelt_out(vocabulary, copy, int(allowed[0]))
+            if spelt is None:
+                raise _refused(UNSPELLED)
+            allowed[0] = spelt
+        going_on = allowed[~np.isin(allowed, vocabulary.eos_tokens)]
         if not going_on.size:
             return
         if not copy.consume_token(int(going_on[step % going_on.size])):
             raise _refused(_short(copy.get_error()))
 
 
-def is_false_end(matcher: llguidance.LLMatcher, ends: Sequence[int]) -> bool:
-    """True when the matcher allows `ends`, tokens that end an output, where its grammar does not end: text that has to
-    come is tokenised, and the spelling of a special token becomes that token."""
-    return bool(ends) and not matcher.is_accepting() and not matcher.deep_copy().consume_token(ends[0])
+def spelt_out(vocabulary: llguidance.LLTokenizer, matcher: llguidance.LLMatcher, token: int) -> int | None:
+    """The token that comes next where a mask allows `token` alone: itself, if the matcher takes it.
+
+    llguidance has text that must come tokenised as the tokenizer would, and that one may answer with a token that is
+    not this text: a special token where the text is spelt like one, or what a normaliser makes of it. Then text is
+    written with the longest token of the vocabulary that begins it. None when there is none.
+    """
+    if _takes(vocabulary, matcher, token):
+        return token
+    text = matcher.compute_ff_bytes()
+    try:
+        whole = text.decode()
+    except UnicodeDecodeError as exc:
+        whole = text[: exc.start].decode()
+    ids = vocabulary.greedy_tokenize(whole)
+    return ids[0] if ids and _takes(vocabulary, matcher, ids[0]) else None
+
+
+def _takes(vocabulary: llguidance.LLTokenizer, matcher: llguidance.LLMatcher, token: int) -> bool:
+    if token not in vocabulary.eos_tokens:
+        return bool(matcher.validate_tokens([token]))
+    # As the end of the output, or because the grammar names the token and not its text.
+    return matcher.is_stopped() or matcher.is_accepting() or matcher.deep_copy().consume_token(token)
 
 
 def tokens_of(bits: bytes) -> npt.NDArray[np.int64]:

@@ -102,6 +102,36 @@ async def test_every_kind_of_grammar(structured: Structured, fields: dict[str, A
         assert answer.finish_reason == "stop" and answer.ids[-1] in (0, EOS)
 
 
+def spelling(name: str, distance: int) -> list[tuple[dict[str, Any], str]]:
+    """Ways of asking for text that spells the special token behind so many characters, which have a token each, and
+    the output of each."""
+    before = "xq" * (distance // 2) + "x" * (distance % 2)
+    text, pattern = f"{before}<|{name}|>b", rf"{before}<\|{name}\|>b"
+    return [
+        ({"guided_regex": pattern}, text),
+        ({"guided_choice": [text]}, text),
+        ({"guided_grammar": f"start: {json.dumps(text)}"}, text),
+        ({"guided_json": {"const": text}}, json.dumps(text)),
+        ({"guided_json": {"enum": [text]}}, json.dumps(text)),
+        ({"guided_json": {"type": "string", "pattern": f"^{pattern}$"}}, json.dumps(text)),
+    ]
+
+
+@pytest.mark.parametrize("distance", [0, 12, 13, 100])
+async def test_text_that_spells_special_tokens_is_text(structured: Structured, distance: int) -> None:
+    cases = [case for name in ("im_start", "im_end") for case in spelling(name, distance)]
+    asked = [
+        structured.asker.ask(api, random_prompt(12, i), stream=stream, temperature=1.5, max_tokens=200, **fields)
+        for i, (fields, _) in enumerate(cases)
+        for api, stream in (("completions", True), ("generate", False))
+    ]
+    answers = await asyncio.gather(*asked)
+    for (fields, text), streamed, whole in zip(cases, answers[::2], answers[1::2], strict=True):
+        assert streamed.text == whole.text == text, (fields, streamed, whole)
+        assert streamed.finish_reason == whole.finish_reason == "stop"
+        assert len(whole.ids) > distance and not {0, 1, EOS} & set(whole.ids[:-1])
+
+
 async def test_a_chat_by_a_schema(structured: Structured) -> None:
     schema = SCHEMAS["an order"]
     wanted = {"type": "json_schema", "json_schema": {"name": "order", "schema": schema, "strict": True}}

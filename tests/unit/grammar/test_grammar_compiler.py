@@ -9,7 +9,7 @@ from pathlib import Path
 import llguidance
 import pytest
 
-from engine_core.grammar.compiler import compile_grammar, load_vocabulary, tokens_of, try_out
+from engine_core.grammar.compiler import compile_grammar, load_vocabulary, spelt_out, tokens_of, try_out
 from engine_core.types.errors import InvalidRequestError
 from engine_core.types.sampling import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from tests.support.models import tiny_model
@@ -125,20 +125,72 @@ def test_special_tokens_stand_in_grammars_by_name() -> None:
     assert list(tokens_of(matcher.compute_bitmask())) == [IM_START]
 
 
-@pytest.mark.parametrize(
-    "grammar",
-    [
-        Grammar(GrammarKind.REGEX, r"a<\|im_end\|>b"),
-        Grammar(GrammarKind.REGEX, r"<\|endoftext\|>"),
-        Grammar(GrammarKind.JSON_SCHEMA, '{"const":"<|im_end|>"}'),
-        Grammar(GrammarKind.LARK, 'start: "a<|im_end|>"'),
-    ],
-)
-def test_the_spelling_of_an_end_is_refused_and_the_end_itself_is_not(grammar: Grammar) -> None:
-    with pytest.raises(InvalidRequestError, match="spells out a token that ends outputs"):
-        try_out(vocabulary(), compile_grammar(vocabulary(), grammar))
-    try_out(vocabulary(), compile_grammar(vocabulary(), Grammar(GrammarKind.LARK, 'start: "a" <|im_end|>')))
-    try_out(vocabulary(), compile_grammar(vocabulary(), Grammar(GrammarKind.REGEX, "a<?")))
+FAR = "ab" * 50
+SPELT = [
+    *(
+        (Grammar(GrammarKind.REGEX, rf"{FAR[:distance]}<\|{name}\|>b"), f"{FAR[:distance]}<|{name}|>b")
+        for distance in (0, 1, 12, 13, 100)
+        for name in ("im_start", "im_end", "endoftext")
+    ),
+    (Grammar(GrammarKind.REGEX, r"<\|im_end\|>"), "<|im_end|>"),
+    (Grammar(GrammarKind.LARK, f'start: "{FAR}" "<|im_start|><|im_end|>"'), f"{FAR}<|im_start|><|im_end|>"),
+    (Grammar(GrammarKind.JSON_SCHEMA, f'{{"const":["{FAR}","<|im_end|>"]}}'), f'["{FAR}","<|im_end|>"]'),
+    (Grammar(GrammarKind.JSON_SCHEMA, f'{{"enum":["{FAR}é<|im_start|>é"]}}'), f'"{FAR}é<|im_start|>é"'),
+    (
+        Grammar(GrammarKind.JSON_SCHEMA, r'{"type":"string","pattern":"^a{30}<\\|im_end\\|>$"}'),
+        f'"{"a" * 30}<|im_end|>"',
+    ),
+]
+
+
+def followed(words: llguidance.LLTokenizer, grammar: Grammar) -> list[int]:
+    """The output that takes the first token that is allowed, at every step."""
+    matcher, output = compile_grammar(words, grammar), list[int]()
+    while not matcher.is_stopped():
+        allowed = tokens_of(matcher.compute_bitmask())
+        taken = spelt_out(words, matcher, int(allowed[0])) if allowed.size == 1 else int(allowed[0])
+        assert taken is not None and matcher.consume_token(taken), (output, taken)
+        output.append(taken)
+    assert matcher.is_accepting()
+    return output[:-1] if output[-1] in words.eos_tokens else output
+
+
+@pytest.mark.parametrize(("grammar", "text"), SPELT)
+def test_what_is_spelt_like_a_special_token_is_written_with_others(grammar: Grammar, text: str) -> None:
+    try_out(vocabulary(), compile_grammar(vocabulary(), grammar))
+    output = followed(vocabulary(), grammar)
+    assert vocabulary().decode_str(output).replace(": ", ":").replace(", ", ",") == text
+    assert not {END_OF_TEXT, IM_START, IM_END} & set(output)
+
+
+def test_a_special_token_that_the_grammar_names_is_itself_beside_its_spelling() -> None:
+    grammar = Grammar(GrammarKind.LARK, 'start: "a" <|im_start|> "<|im_start|>" <|im_end|>')
+    try_out(vocabulary(), compile_grammar(vocabulary(), grammar))
+    output = followed(vocabulary(), grammar)
+    assert output.count(IM_START) == 1 and output[1] == IM_START
+    assert vocabulary().decode_str(output) == "a<|im_start|><|im_start|>"
+
+
+def test_what_a_normaliser_would_change_is_written_as_it_is(tmp_path: Path) -> None:
+    tokenizer = json.loads((tiny_model() / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "NFC"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    words = load_vocabulary(tmp_path, (IM_END,))
+    for text in ("xe\u0301y", "\u1112\u1161\u11ab"):
+        grammar = Grammar(GrammarKind.LARK, f'start: "{text}"')
+        try_out(words, compile_grammar(words, grammar))
+        assert words.decode_str(followed(words, grammar)) == text
+
+
+def test_text_that_the_vocabulary_has_no_bytes_for_is_refused(tmp_path: Path) -> None:
+    tokenizer = json.loads((tiny_model() / "tokenizer.json").read_text())
+    model = tokenizer["model"]
+    model["merges"] = []
+    model["vocab"] = {token: i for token, i in model["vocab"].items() if "q" not in token}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    words = load_vocabulary(tmp_path, (IM_END,))
+    with pytest.raises(InvalidRequestError, match="grammar"):
+        try_out(words, compile_grammar(words, Grammar(GrammarKind.LARK, 'start: "aq"')))
 
 
 def test_a_model_with_more_logits_than_tokens_has_masks_for_all() -> None:

@@ -125,13 +125,18 @@ def test_sessions_beyond_its_capacity_are_forgotten_and_come_back() -> None:
     assert len(book.book) == 4
 
 
-def test_an_end_that_only_spells_like_one_fails_its_sequence_rather_than_ending_it() -> None:
-    book, spelt = Book(), Grammar(GrammarKind.REGEX, r"a{3}(<\|im_end\|>|b)a")
+def test_what_is_spelt_like_an_end_comes_as_text_and_the_end_behind_it() -> None:
+    spelt = Grammar(GrammarKind.REGEX, r"a{3}(<\|im_end\|>|b)a")
     forced = Grammar(GrammarKind.REGEX, r"a{3}<\|im_end\|>a")
-    a, b, less = (book.cache.get(spelt).vocabulary.tokenize_str(char)[0] for char in "ab<")
+    book = Book()
+    vocabulary = book.cache.get(spelt).vocabulary
+    a, b, less = (vocabulary.tokenize_str(char)[0] for char in "ab<")
     masks, problems = book.ask(part(1, [a] * 3, spelt), part(2, [a] * 3, forced), part(3, [a, a, a, b, a], spelt))
-    assert masks == {0: sorted([b, less]), 2: sorted(ENDS)}
-    assert list(problems) == [1] and "spells out a token that ends outputs" in problems[1]
+    assert masks == {0: sorted([b, less]), 1: [less], 2: sorted(ENDS)} and not problems
+    for seed, grammar in enumerate((spelt, forced) * 2):
+        *text, end = book.walk(10 + seed, grammar, seed)
+        assert end in ENDS and not ENDS & set(text)
+        assert vocabulary.decode_str(text) in {"aaa<|im_end|>a", *(["aaaba"] if grammar == spelt else [])}
 
 
 def test_many_sessions_at_once_have_the_masks_that_each_has_alone() -> None:

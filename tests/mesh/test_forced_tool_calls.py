@@ -20,12 +20,15 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 MARKS = (
     "[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]",
     "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>",
+    "｜DSML｜",
 )  # fmt: skip
 ROUTERS: Mapping[str, Mapping[str, str]] = {
     "router": {"tool_call_parser": "json", "reasoning_parser": "none"},
     "router-1": {"tool_call_parser": "hermes", "reasoning_parser": "none"},
     "router-2": {"tool_call_parser": "mistral", "reasoning_parser": "mistral"},
     "router-3": {"tool_call_parser": "auto", "reasoning_parser": "auto"},  # the vocabulary is harmony's
+    "router-4": {"tool_call_parser": "qwen3_coder", "reasoning_parser": "none"},
+    "router-5": {"tool_call_parser": "deepseek_v32", "reasoning_parser": "none"},
 }
 by_router = pytest.mark.parametrize("router", ROUTERS)
 

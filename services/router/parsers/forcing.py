@@ -22,10 +22,15 @@ from services.router.parsers.argument_forms import moved, python_arguments, tagg
 from services.router.parsers.choice import GPT_OSS, OutputFormat
 from services.router.parsers.tagged import Tags
 
+MAX_CALLS = 16
+"""Most calls of one reply that a grammar allows: a small model may repeat one call for as long as it is let."""
+
 _ANYTHING: Mapping[str, Any] = {"type": "object"}
 _NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _BARE = {"json": "arguments", "llama3_json": "parameters"}
 """Formats without marks, with what they call the arguments."""
+_CALL_MARKS = {"deepseek_v3": deepseek_v3.CALL, "kimi_k2": kimi_k2.CALL}
+"""What stands before each call, where something else stands before them all."""
 _UNSAFE = re.compile(r"\\.|[/\n]", re.DOTALL)
 """What ends a pattern in Lark, and what may stand before it."""
 _Marks = tuple[str, ...]
@@ -45,29 +50,29 @@ class Function(msgspec.Struct, frozen=True):
 
 
 def forced_calls(
-    written: OutputFormat, functions: Sequence[Function], *, several: bool, inside: bool | None = None
+    written: OutputFormat, functions: Sequence[Function], *, most: int = MAX_CALLS, inside: bool | None = None
 ) -> Grammar:
-    """At least one call; with `several` more may follow, where the format has that. `inside` as OutputFormat.inside."""
-    lark = _Lark(written)
-    return lark.grammar(f"{lark.thoughts(inside)} {lark.calls(functions, several=several)}")
+    """One call, or up to `most` and MAX_CALLS where the format has several. `inside` as OutputFormat.inside."""
+    lark = _Lark(written, most)
+    return lark.grammar(f"{lark.thoughts(inside)} {lark.calls(functions)}")
 
 
 def free_calls(
     written: OutputFormat,
     functions: Sequence[Function],
     *,
-    several: bool,
+    most: int = MAX_CALLS,
     inside: bool | None = None,
     answer: Grammar | None = None,
 ) -> Grammar:
-    """Text, or calls: arguments of strict functions follow their schemas, those of others are any object. Text is free
+    """Text, or calls, as many as forced_calls allows: arguments of strict functions follow their schemas, those of others are any object. Text is free
     unless `answer` says what it has to be."""
-    lark = _Lark(written)
+    lark = _Lark(written, most)
     tools = [f if f.strict else Function(f.name, _ANYTHING) for f in functions]
     if answer is not None:
         lark.calls_are_json = answer.kind is GrammarKind.JSON_SCHEMA
-        return lark.grammar(f"{lark.thoughts(inside)} ({lark.answer(answer)} | {lark.calls(tools, several=several)})")
-    return lark.grammar(f"{lark.thoughts(inside)} ({lark.free(tools, several=several)})")
+        return lark.grammar(f"{lark.thoughts(inside)} ({lark.answer(answer)} | {lark.calls(tools)})")
+    return lark.grammar(f"{lark.thoughts(inside)} ({lark.free(tools)})")
 
 
 def after_thoughts(written: OutputFormat, grammar: Grammar, *, inside: bool | None = None) -> Grammar:
@@ -81,8 +86,8 @@ def after_thoughts(written: OutputFormat, grammar: Grammar, *, inside: bool | No
 class _Lark:
     """Rules, as they are needed."""
 
-    def __init__(self, written: OutputFormat) -> None:
-        self._written = written
+    def __init__(self, written: OutputFormat, most_calls: int = 1) -> None:
+        self._written, self._most = written, min(most_calls, MAX_CALLS)
         self.calls_are_json = False
         """Write calls that no mark begins as schemas: only those can stand beside a schema that begins alike."""
         self.rules: list[str] = ["TEXT: /(?s:.*)/"]
@@ -122,16 +127,16 @@ class _Lark:
             return f"{self.marks(harmony.CHANNEL, 'final', harmony.MESSAGE)} answer"
         return "answer"
 
-    def until(self, mark: str) -> str:
+    def until(self, mark: str, text: str = "TEXT") -> str:
         """Any text up to a mark, and the mark."""
         lead, rest = self.cut(mark)
         if not lead:
-            return f"TEXT {self.marks(mark)}"
+            return f"{text} {self.marks(mark)}"
         if rest:
-            self.rules.append(f"UNTIL_{len(self.rules)}: TEXT {self.marks(lead)}")
+            self.rules.append(f"UNTIL_{len(self.rules)}: {text} {self.marks(lead)}")
             return f"UNTIL_{len(self.rules) - 1} {self.marks(rest)}"
         name = f"until_{len(self.rules)}"
-        self.rules.append(f"{name}[lazy]: TEXT {self.marks(mark)}")
+        self.rules.append(f"{name}[lazy]: {text} {self.marks(mark)}")
         return name
 
     def arguments(self, schema: Mapping[str, Any], *, strict: bool) -> str:
@@ -155,27 +160,38 @@ class _Lark:
         opened = self.marks(harmony.CHANNEL, name, harmony.MESSAGE)
         return f"{opened} {self.until(harmony.END)} {self.marks(harmony.START, 'assistant')}"
 
-    def calls(self, tools: Sequence[Function], *, several: bool) -> str:
+    def calls(self, tools: Sequence[Function]) -> str:
         """One call or more."""
         opening = self._form()[0]
-        return f"{self.marks(opening) if opening else ''} {self._behind_opening(tools, several=several)}"
+        return f"{self.marks(opening) if opening else ''} {self._behind_opening(tools)}"
 
-    def free(self, tools: Sequence[Function], *, several: bool) -> str:
+    def free(self, tools: Sequence[Function]) -> str:
         """Text, which calls may follow; what begins a call can't be text."""
-        opening, behind = self._form()[0], self._behind_opening(tools, several=several)
+        opening, behind = self._form()[0], self._behind_opening(tools)
         if self._written.tools == GPT_OSS:
             final = f"{self.marks(harmony.CHANNEL, 'final', harmony.MESSAGE)} TEXT"
             return f"{final} | ({self.channel('commentary')})? {behind}"
         if opening:
-            return f"TEXT | {self.until(opening)} {behind}"
+            text = self._plain()
+            return f"{text} | {self.until(opening, text)} {behind}"
         begin = r"\[" if self._written.tools == "pythonic" else "{"
         self.rules.append(rf"ANSWER: /[^{begin}\s](?s:.*)/")
         return f"ANSWER? | {behind}"
 
-    def _behind_opening(self, tools: Sequence[Function], *, several: bool) -> str:
+    def _plain(self) -> str:
+        """Text without a call's own mark, which is read as a call where the mark of them all is left out."""
+        tags = tagged.FAMILIES.get(self._written.tools)
+        mark = tags.head if tags is not None else _CALL_MARKS.get(self._written.tools, "")
+        if not mark:
+            return "TEXT"
+        self.rules.append(f"PLAIN: TEXT & ~/(?s:.*{re.escape(mark)}.*)/")
+        return "PLAIN"
+
+    def _behind_opening(self, tools: Sequence[Function]) -> str:
         _, behind, separator, tail = self._form()
         self.rules.append(f"call: {' | '.join(map(self._call, tools))}")
-        more = f" ({self.marks(*separator)} call)*" if several and separator is not None else ""
+        further = self._most - 1
+        more = f" ({self.marks(*separator)} call){{0,{further}}}" if further and separator is not None else ""
         return f"{self.marks(*behind)} call{more} {self.marks(*tail)}"
 
     def _form(self) -> tuple[str, _Marks, _Marks | None, _Marks]:

@@ -136,7 +136,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=16)
 @given(
     text=texts,
     value=values.filter(lambda v: not isinstance(v, str)),
@@ -156,7 +156,7 @@ def test_what_templates_write_is_read_as_it_was(form: Form, text: str, value: An
 def test_what_is_forced_is_read_as_a_call_that_fits(form: Form) -> None:
     grammar = forced_calls(form.written(), [F, G], several=False)
     random, called = Random(form.name), 0
-    for _ in range(24):
+    for _ in range(10):
         text = drawn(form.special, grammar, random, most=600)
         if text is None:
             continue
@@ -167,7 +167,7 @@ def test_what_is_forced_is_read_as_a_call_that_fits(form: Form) -> None:
             json.loads(parts[1].text), SCHEMA if parts[0].name == "get_weather" else {"maxProperties": 0}
         )
         called += parts[0].name == "get_weather"
-    assert called >= 6
+    assert called >= 2
 
 
 GOOD: Mapping[str, Any] = {"city": "a\n\"b'", "days": 4, "sure": False, "at": ["</x"], "on": "2024-02-29", "size": 2.5}
@@ -215,6 +215,19 @@ def test_free_calls_keep_the_schemas_of_strict_functions(form: Form) -> None:
     loose = free_calls(form.written(), [msgspec.structs.replace(F, strict=False), G], several=True)
     write = _python_as_forced if form.tools == "pythonic" else form.write
     assert allows(form.special, loose, before + write({"city": 5, "odd": "x"}))
+
+
+@by_form
+def test_a_call_without_its_outer_mark_is_no_free_text(form: Form) -> None:
+    tags = tagged.FAMILIES.get(form.tools)
+    bare = form.write({"city": "x"})
+    for opening in (kimi_k2.CALLS, *(tags.opens if tags is not None else ())):
+        bare = bare.removeprefix(opening).lstrip("\n")
+    if form.tools in ("glm45", "pythonic"):  # nothing else says that it is one
+        return
+    assert isinstance(form.read(bare)[0], ToolCallBegin)
+    grammar = free_calls(form.written(), [F, G], several=True)
+    assert not allows(form.special, grammar, bare) and not allows(form.special, grammar, f"So. {bare}")
 
 
 def test_a_value_in_doubt_is_no_text() -> None:

@@ -108,7 +108,7 @@ class ItemReply:
                 self._positions.finish()
         steps = self._items.take(parts)
         if delta.result is not None:
-            steps += self._items.end(cut=delta.result.finish_reason == "length")
+            steps += self._items.end(cut=self._output.is_cut(delta.result))
         return steps
 
     def _scores(self, item: Item) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable, Sequence
 
 import msgspec
+import orjson
 
 from services.router.chat.text_positions import ThoughtCount
 from services.router.journey import Delta, SampleResult
@@ -41,6 +42,8 @@ class ChatOutput:
         """Where the text of each part of the last delta stands in the output."""
         self.called = False
         """True once the model has called a tool."""
+        self._last_call: list[str] | None = None
+        """The arguments of the call that came last, while nothing follows it."""
 
     @property
     def reasoning_tokens(self) -> int:
@@ -58,16 +61,27 @@ class ChatOutput:
             sources += self._parser.sources
         for i, part in enumerate(parts):
             if isinstance(part, ToolCallBegin):
-                self.called = True
+                self.called, self._last_call = True, []
                 if not part.id:
                     parts[i] = msgspec.structs.replace(part, id=new_call_id())
+            elif not isinstance(part, ToolCallArguments):
+                self._last_call = None
+            elif self._last_call is not None:
+                self._last_call.append(part.text)
         self.sources = sources
         self._count(parts, delta.token_ids)
         return parts
 
     def finish_reason(self, result: SampleResult) -> str:
-        """tool_calls when the model has called tools and ended by itself."""
-        return "tool_calls" if self.called and result.finish_reason == "stop" else result.finish_reason
+        """tool_calls when the model has called tools and ended by itself, or where the client's stop cuts no call."""
+        called = self.called and result.finish_reason == "stop" and not self.is_cut(result)
+        return "tool_calls" if called else result.finish_reason
+
+    def is_cut(self, result: SampleResult) -> bool:
+        """Whether the last part was cut: by the limit, or a call by what the client wants outputs to stop at."""
+        if result.finish_reason == "stop" and result.stop_reason is not None and self._last_call is not None:
+            return not _is_json("".join(self._last_call))
+        return result.finish_reason == "length"
 
     def _all_content(self, text: str) -> list[Part]:
         start, self._shown = self._shown, self._shown + len(text)
@@ -83,6 +97,14 @@ class ChatOutput:
             token_ids, self._tokens = self._tokens, []
         self._thoughts.add(token_ids)
         self._thoughts.take(parts, self.sources)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return False
+    return True
 
 
 def new_call_id() -> str:

@@ -129,9 +129,10 @@ class MessageReply(ItemReply):
 
 
 def _object(text: str) -> dict[str, Any]:
-    """A call's arguments; those that are no object stand as text under one key, so that nothing is lost."""
+    """A call's arguments; those that are no object stand as text under one key, so that nothing is lost. None at all
+    are what a stream shows that has no delta of them."""
     try:
-        found = orjson.loads(text)
+        found = orjson.loads(text or "{}")
     except orjson.JSONDecodeError:
         found = None
     return found if isinstance(found, dict) else {NO_OBJECT: text}

@@ -38,7 +38,8 @@ def call_object(reader: Reader, tools: Tools, *, marked: bool, ends: Sequence[st
     """Reads a call whose `{` is next. False when it is none: then nothing has gone out, and the caller, who holds the
     place, goes back.
 
-    `marked` calls stand behind a mark that says so: they may leave out their arguments and have more keys. Arguments
+    `marked` calls stand behind a mark that says so: they may leave out their arguments and have more keys, and one that
+    ends with the output behind its name is a call. Arguments
     that turn out to be no JSON go out as they are, up to one of `ends`: they have begun by then.
     """
     return (yield from _Object(reader, tools, marked=marked, ends=ends).read())
@@ -65,6 +66,8 @@ class _Object:
         self._begun = False
         self._over = False
         """True when the arguments broke off: all is said."""
+        self._hidden = False
+        """True when arguments have begun that can't go out piece by piece."""
 
     def read(self) -> Steps[bool]:
         reader = self._reader
@@ -82,7 +85,9 @@ class _Object:
             more = char == "," and (yield from self._member())
         if self._begun and not self._over:
             reader.rewind()
-        return self._begun
+        if self._begun or not self._marked or not self._name or self._hidden:
+            return self._begun
+        return reader.cut(self._name, self._id)
 
     def _member(self) -> Steps[bool]:
         reader = self._reader
@@ -98,9 +103,10 @@ class _Object:
         """Reads the value of one key. False when this is no call."""
         reader = self._reader
         if key in _NAMES and char == '"' and not self._name:
-            self._name = (yield from string(reader)) or ""
-            if not self._tools.has(self._name):
+            name = (yield from string(reader)) or ""
+            if not self._tools.has(name):
                 return False
+            self._name = name
             if self._arguments is not None:
                 self._begin()
             return True
@@ -122,6 +128,7 @@ class _Object:
                 yield from broken_arguments(reader, self._ends)
                 self._over = True
             return True
+        self._hidden = char not in ("", "n")
         text = yield from text_of_value(reader)
         self._arguments = _as_object(text)
         if self._arguments is not None and self._name:

@@ -63,16 +63,21 @@ class DeepSeekV3Parser(SteppedParser):
         yield from reader.space()
         name = yield from reader.matching(_NAME_CHAR, 256)
         if not (yield from reader.literal(SEP)):
-            return False
+            whole = self._tools.has(name) and name != "function" and (yield from reader.peek()) != ""
+            return whole and reader.cut(name, marks=(SEP,))
         fenced = False
         if name == "function" and (yield from reader.space()) != "{":
             name = yield from reader.matching(_NAME_CHAR, 256)
+            if not (yield from reader.peek()):
+                return False
             yield from reader.space()
             fenced = yield from reader.literal(_FENCE)
             if fenced:
                 yield from reader.literal("json")
-        if not self._tools.has(name) or (yield from reader.space()) != "{":
+        if not self._tools.has(name):
             return False
+        if (yield from reader.space()) != "{":
+            return reader.cut(name, marks=(_FENCE, "json"))
         reader.begin(name)
         yield from stream_object(reader, (CALL_END, CALLS_END))
         reader.hold()

@@ -25,6 +25,7 @@ _ENDS = (END, CALL, RETURN, START, CHANNEL)
 
 _TO = " to="
 _RECIPIENT = re.compile(r"to=(\S+)")
+_WHOLE_NAME = re.compile(r"to=functions\.([\w.-]+)[\s<]")
 _HEADER_LIMIT = 512
 """Longer headers are none."""
 
@@ -48,10 +49,8 @@ class HarmonyParser(SteppedParser):
         """One message behind its first mark; what is none that we know is content."""
         reader = self.reader
         reader.hold(len(mark))
-        header = yield from self._header(mark)
-        out = None
-        if header is not None:
-            out = yield from self._body(header)
+        header, whole = yield from self._header(mark)
+        out = (yield from self._body(header)) if whole else self._cut(header)
         if out is None:
             reader.rewind()
             reader.at += len(mark)
@@ -61,20 +60,27 @@ class HarmonyParser(SteppedParser):
         if ending in (START, CHANNEL):
             reader.at -= len(ending)
 
-    def _header(self, mark: str) -> Steps[str | None]:
-        """All up to <|message|>, with the mark; None when it is no header."""
+    def _header(self, mark: str) -> Steps[tuple[str, bool]]:
+        """All up to <|message|>, with the mark, and True; False with what was read when it is no header."""
         reader, header = self.reader, mark
         while len(header) < _HEADER_LIMIT:
             char = yield from reader.peek()
             if char in ("", "\n"):
-                return None
+                break
             found = (yield from reader.one_of((MESSAGE, CHANNEL, CONSTRAIN))) if char == "<" else ""
             if found == MESSAGE:
-                return header
+                return header, True
             if not found:
                 reader.at += 1
             header += found or char
-        return None
+        return header, False
+
+    def _cut(self, header: str) -> Callable[[str], None] | None:
+        """A call whose header the output's end cut behind the name."""
+        found = _WHOLE_NAME.search(header)
+        if found is None or self._tools is None or not self._tools.has(found[1]) or not self.reader.cut(found[1]):
+            return None
+        return self.reader.content
 
     def _body(self, header: str) -> Steps[Callable[[str], None] | None]:
         """Where the text of a message goes; None when the message is none that we know. A call's object is read."""
@@ -84,8 +90,10 @@ class HarmonyParser(SteppedParser):
         recipient = _RECIPIENT.search(header)
         name = "" if recipient is None else recipient.group(1).removeprefix("functions.").partition("<|")[0]
         if recipient is not None and recipient.group(1).startswith("functions."):
-            if self._tools is None or not self._tools.has(name) or (yield from reader.space()) != "{":
+            if self._tools is None or not self._tools.has(name):
                 return None
+            if (yield from reader.space()) != "{":
+                return reader.content if reader.cut(name) else None
             reader.begin(name)
             yield from stream_object(reader, _ENDS)
             return reader.content

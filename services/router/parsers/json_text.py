@@ -98,9 +98,13 @@ def _key(reader: Reader, out: Out) -> Steps[bool]:
 def _scalar(reader: Reader, char: str, out: Out) -> Steps[bool]:
     if char == '"':
         return (yield from _string(reader, out))
-    if char in _LITERALS and (yield from reader.literal(_LITERALS[char])):
-        out(_LITERALS[char])
-        return True
+    if char in _LITERALS:
+        whole = yield from reader.literal(_LITERALS[char])
+        if whole:
+            out(_LITERALS[char])
+        elif reader.ended and _LITERALS[char].startswith(rest := reader.text[reader.at :]):
+            _take(reader, len(rest), out)  # cut
+        return whole
     if char and char in "-0123456789":
         text = ""
         while (yield from reader.peek()) in _NUMBER_CHARS:

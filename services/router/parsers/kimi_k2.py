@@ -61,11 +61,14 @@ class KimiK2Parser(SteppedParser):
         yield from reader.space()
         call_id = yield from reader.matching(_ID_CHAR, 256)
         found = _ID.fullmatch(call_id)
+        if found is None or not self._tools.has(found.group(1)):
+            return False
+        whole = ":" in call_id or (yield from reader.peek()) != ""
         yield from reader.space()
-        if found is None or not self._tools.has(found.group(1)) or not (yield from reader.literal(ARGUMENTS)):
-            return False
+        if not (yield from reader.literal(ARGUMENTS)):
+            return whole and reader.cut(found.group(1), marks=(ARGUMENTS,))
         if (yield from reader.space()) != "{":
-            return False
+            return reader.cut(found.group(1))
         fresh = call_id != found.group(1) and call_id not in self._ids
         self._ids.add(call_id)
         reader.begin(found.group(1), call_id if fresh else "")

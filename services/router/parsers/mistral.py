@@ -63,14 +63,14 @@ class MistralParser(SteppedParser):
     def _named(self) -> Steps[bool]:
         reader = self.reader
         name = yield from reader.matching(_NAME_CHAR, 256)
-        if not self._tools.has(name):
+        if not self._tools.has(name) or not (yield from reader.peek()):
             return False
         mark, call_id = (yield from reader.one_of((CALL_ID, ARGS))), ""
         if mark == CALL_ID:
             call_id = yield from reader.matching(_ID_CHAR, 256)
             yield from reader.literal(ARGS)
         if (yield from reader.space()) != "{":
-            return False
+            return reader.cut(name, call_id, (CALL_ID, ARGS))
         reader.begin(name, call_id)
         yield from stream_object(reader, (CALLS,))
         return True

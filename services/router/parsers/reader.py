@@ -7,6 +7,7 @@ more, it yields and goes on with the next piece. Where it may turn out to be wro
     …                         reading on; nothing goes out
     reader.begin(name)        it is one; what was read for it is done with
     reader.rewind()           or it is none: read the same again, as content
+    reader.cut(name)          or the output ended behind its name: it is one, without arguments
 """
 
 from __future__ import annotations
@@ -167,6 +168,16 @@ class Reader:
         self._blank, self._blanks, self._is_blank = "", [], True
         self.part(ToolCallBegin(self.calls, name, call_id))
         self.calls += 1
+
+    def cut(self, name: str, call_id: str = "", marks: Sequence[str] = ()) -> bool:
+        """Whether the output ended here, or within one of `marks`: then the call that would go on here begins, and
+        nothing more comes. The name must be whole: what is read says where it ends."""
+        rest = self.text[self.at :]
+        if not self.ended or (rest and not any(mark.startswith(rest) for mark in marks)):
+            return False
+        self.at = len(self.text)
+        self.begin(name, call_id)
+        return True
 
     def arguments(self, text: str) -> None:
         """More of the last call's arguments."""

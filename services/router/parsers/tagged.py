@@ -195,12 +195,14 @@ class TaggedParser(SteppedParser):
         """One call from its name on. It is one once an argument, or its end, follows the name."""
         reader, tags = self.reader, self._tags
         name = yield from reader.matching(_NAME_CHAR, MAX_KEY)
-        if not self._tools.has(name) or (tags.head_end and not (yield from reader.literal(tags.head_end))):
+        if not self._tools.has(name) or not (yield from reader.peek()):
             return False
+        if tags.head_end and not (yield from reader.literal(tags.head_end)):
+            return reader.cut(name, marks=(tags.head_end,))
         yield from reader.space()
         found = yield from reader.one_of(tags.behind_value)
         if not found:
-            return False
+            return reader.cut(name, marks=tags.behind_value)
         reader.begin(name)
         between = "{"
         while found == tags.key:

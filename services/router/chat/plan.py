@@ -21,7 +21,7 @@ from services.router.chat.schema import ChatRequest
 from services.router.grammar.forced import grammar_of
 from services.router.parsers.base import OutputParser
 from services.router.parsers.choice import NONE, OutputFormat
-from services.router.parsers.forcing import Function, after_thoughts, forced_calls, free_calls
+from services.router.parsers.forcing import MAX_CALLS, Function, after_thoughts, forced_calls, free_calls
 
 
 class ChatPlan(msgspec.Struct, frozen=True):
@@ -47,14 +47,15 @@ def plan_chat(asked: ChatRequest, written: OutputFormat, prompt: str) -> ChatPla
         message = "tools: this server reads no tool calls (--tool-call-parser none); only tool_choice none is possible"
         raise InvalidRequestError(message, field="tools")
     inside = written.inside(prompt)
-    several = asked.parallel_tool_calls is not False and not choice.startswith("function:")
+    one = asked.parallel_tool_calls is False or choice.startswith("function:")
+    most = 1 if one else asked.max_tool_calls
     names = frozenset(f.name for f in functions) if functions else None
     schemas = {f.name: f.parameters for f in functions if f.parameters is not None}
-    make = partial(written.parser, names, schemas=schemas, inside=inside, several=several)
+    make = partial(written.parser, names, schemas=schemas, inside=inside, most=most)
     if make() is None:
         return ChatPlan()
     return ChatPlan(
-        _grammar(asked, written, functions, several=several, inside=inside),
+        _grammar(asked, written, functions, most=most or MAX_CALLS, inside=inside),
         partial(_parser, make),
         written.kept_ids(calls=names is not None),
     )
@@ -71,12 +72,12 @@ def _grammar(
     written: OutputFormat,
     functions: Sequence[Function],
     *,
-    several: bool,
+    most: int,
     inside: bool | None,
 ) -> Grammar | None:
     answer = grammar_of(asked)
     if functions and asked.choice != "auto":
-        return forced_calls(written, functions, several=several, inside=inside)
+        return forced_calls(written, functions, most=most, inside=inside)
     if functions and (answer is not None or any(f.strict for f in functions)):
-        return free_calls(written, functions, several=several, inside=inside, answer=answer)
+        return free_calls(written, functions, most=most, inside=inside, answer=answer)
     return None if answer is None else after_thoughts(written, answer, inside=inside)

@@ -111,12 +111,12 @@ class OutputFormat(msgspec.Struct, frozen=True):
         *,
         schemas: Mapping[str, Mapping[str, Any]] = {},
         inside: bool | None = None,
-        several: bool = True,
+        most: int | None = None,
     ) -> OutputParser | None:
         """The parser of one output; None when all of it is content.
 
         `names` are the functions that may be called, None for an output without tools; `schemas` those of their
-        arguments, for forms that write no types. With `several` False calls after the first are left out.
+        arguments, for forms that write no types. Calls beyond `most` are left out.
         """
         if self.reasoning == GPT_OSS or (self.tools == GPT_OSS and names is not None):
             tools = None if names is None or self.tools != GPT_OSS else Tools(names)
@@ -130,7 +130,7 @@ class OutputFormat(msgspec.Struct, frozen=True):
             else:
                 thoughts = ThinkParser(self.marks, inside=bool(inside))
                 parser = ReasoningFirst(thoughts, calls or _AllContent())
-        return parser if several or names is None else FirstCall(parser)
+        return parser if most is None or names is None else FirstCalls(parser, most)
 
 
 class _AllContent(SteppedParser):
@@ -139,11 +139,11 @@ class _AllContent(SteppedParser):
         yield from ()
 
 
-class FirstCall:
-    """Leaves out all calls but the first."""
+class FirstCalls:
+    """Leaves out all calls but the first ones."""
 
-    def __init__(self, parser: OutputParser) -> None:
-        self._parser = parser
+    def __init__(self, parser: OutputParser, most: int) -> None:
+        self._parser, self._most = parser, most
         self.sources: list[Source] = []
 
     def push(self, text: str) -> list[Part]:
@@ -155,7 +155,7 @@ class FirstCall:
         return self._first(self._parser.finish())
 
     def _first(self, parts: list[Part]) -> list[Part]:
-        kept = [not (isinstance(part, ToolCallBegin | ToolCallArguments) and part.index) for part in parts]
+        kept = [not isinstance(p, ToolCallBegin | ToolCallArguments) or p.index < self._most for p in parts]
         self.sources = [*compress(self._parser.sources, kept)]
         return [*compress(parts, kept)]
 

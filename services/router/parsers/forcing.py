@@ -53,12 +53,11 @@ def forced_calls(
     written: OutputFormat,
     functions: Sequence[Function],
     *,
-    several: bool = True,
     most: int = MAX_CALLS,
     inside: bool | None = None,
 ) -> Grammar:
-    """One call; with `several` up to `most` and MAX_CALLS, where the format has that. `inside`: OutputFormat.inside."""
-    lark = _Lark(written, most if several else 1)
+    """One call, or up to `most` and MAX_CALLS where the format has several. `inside` as OutputFormat.inside."""
+    lark = _Lark(written, most)
     return lark.grammar(f"{lark.thoughts(inside)} {lark.calls(functions)}")
 
 
@@ -66,14 +65,13 @@ def free_calls(
     written: OutputFormat,
     functions: Sequence[Function],
     *,
-    several: bool = True,
     most: int = MAX_CALLS,
     inside: bool | None = None,
     answer: Grammar | None = None,
 ) -> Grammar:
     """Text, or calls, as many as forced_calls allows: arguments of strict functions follow their schemas, those of
     others are any object. Text is free unless `answer` says what it has to be."""
-    lark = _Lark(written, most if several else 1)
+    lark = _Lark(written, most)
     tools = [f if f.strict else Function(f.name, _ANYTHING) for f in functions]
     if answer is not None:
         lark.calls_are_json = answer.kind is GrammarKind.JSON_SCHEMA

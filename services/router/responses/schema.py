@@ -214,6 +214,7 @@ class ResponsesRequest(DrawingRequest):
                 "tools": [tool.for_chat() for tool in tools] or None,
                 "tool_choice": choice,
                 "parallel_tool_calls": self.parallel_tool_calls,
+                "max_tool_calls": self.max_tool_calls,
                 "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
                 "response_format": self._format(),
                 "chat_template_kwargs": self.chat_template_kwargs,

@@ -154,7 +154,7 @@ def test_what_templates_write_is_read_as_it_was(form: Form, text: str, value: An
 
 @by_form
 def test_what_is_forced_is_read_as_a_call_that_fits(form: Form) -> None:
-    grammar = forced_calls(form.written(), [F, G], several=False)
+    grammar = forced_calls(form.written(), [F, G], most=1)
     random, called = Random(form.name), 0
     for _ in range(10):
         text = drawn(form.special, grammar, random, most=600)
@@ -182,8 +182,8 @@ def test_forced_arguments_follow_their_schema(form: Form) -> None:
     found = [json.loads(part.text) for part in form.read(text) if isinstance(part, ToolCallArguments)]
     assert found == [GOOD]
     written = form.written()
-    for several in (True, False):
-        grammar = forced_calls(written, [F, G], several=several)
+    for most in (1, 16):
+        grammar = forced_calls(written, [F, G], most=most)
         assert allows(form.special, grammar, text), (text, grammar.text)
         for bad in BAD:
             assert not allows(form.special, grammar, write({**GOOD, **bad})), bad
@@ -193,7 +193,7 @@ def test_forced_arguments_follow_their_schema(form: Form) -> None:
 
 @by_form
 def test_further_forced_calls(form: Form) -> None:
-    grammar = forced_calls(form.written(), [G], several=True)
+    grammar = forced_calls(form.written(), [G])
     random, most = Random(7), 0
     for _ in range(8):
         text = drawn(form.special, grammar, random, most=600)
@@ -208,11 +208,11 @@ def test_further_forced_calls(form: Form) -> None:
 
 @by_form
 def test_free_calls_keep_the_schemas_of_strict_functions(form: Form) -> None:
-    grammar = free_calls(form.written(), [F, G], several=True)
+    grammar = free_calls(form.written(), [F, G])
     assert allows(form.special, grammar, "So it is <b>.")
     before = "" if form.tools == "pythonic" else "So. "
     assert allows(form.special, grammar, before + form.write({"city": "x", "days": 1, "sure": True, "at": []})) is False
-    loose = free_calls(form.written(), [msgspec.structs.replace(F, strict=False), G], several=True)
+    loose = free_calls(form.written(), [msgspec.structs.replace(F, strict=False), G])
     write = _python_as_forced if form.tools == "pythonic" else form.write
     assert allows(form.special, loose, before + write({"city": 5, "odd": "x"}))
 
@@ -226,14 +226,14 @@ def test_a_call_without_its_outer_mark_is_no_free_text(form: Form) -> None:
     if form.tools in ("glm45", "pythonic"):  # nothing else says that it is one
         return
     assert isinstance(form.read(bare)[0], ToolCallBegin)
-    grammar = free_calls(form.written(), [F, G], several=True)
+    grammar = free_calls(form.written(), [F, G])
     assert not allows(form.special, grammar, bare) and not allows(form.special, grammar, f"So. {bare}")
 
 
 def test_a_value_in_doubt_is_no_text() -> None:
     written = FORMS[0].written()
     function = Function("get_weather", {"properties": {"a": {"type": ["string", "integer", "null"]}}}, strict=True)
-    grammar = forced_calls(written, [function], several=False)
+    grammar = forced_calls(written, [function], most=1)
     head, tail = "<tool_call>\n<function=get_weather>\n<parameter=a>\n", "\n</parameter>\n</function>\n</tool_call>"
     for value, allowed in (
         ("5", True),
@@ -259,7 +259,7 @@ def test_a_value_in_doubt_is_no_text() -> None:
 )
 def test_patterns_of_text_are_found_as_schemas_mean_it(pattern: str, good: Sequence[str], bad: Sequence[str]) -> None:
     function = Function("get_weather", {"properties": {"a": {"type": "string", "pattern": pattern}}}, strict=True)
-    grammar = forced_calls(FORMS[4].written(), [function], several=False)
+    grammar = forced_calls(FORMS[4].written(), [function], most=1)
     for value in (*good, *bad):
         assert allows((), grammar, FORMS[4].write({"a": value})) is (value in good), value
 
@@ -277,10 +277,10 @@ def test_patterns_of_text_are_found_as_schemas_mean_it(pattern: str, good: Seque
 )
 def test_what_text_cannot_follow_is_refused_by_name(schema: Mapping[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
-        forced_calls(FORMS[0].written(), [Function("get_weather", schema, strict=True)], several=False)
+        forced_calls(FORMS[0].written(), [Function("get_weather", schema, strict=True)], most=1)
 
 
 def test_keywords_are_left_out_where_a_function_is_not_strict() -> None:
     schema = {"anyOf": [{}], "properties": {"a": {"type": "string", "format": "iri", "not": {}}}}
-    grammar = forced_calls(FORMS[0].written(), [Function("get_weather", schema)], several=False)
+    grammar = forced_calls(FORMS[0].written(), [Function("get_weather", schema)], most=1)
     assert allows((), grammar, FORMS[0].write({"a": "anything"}))

@@ -129,8 +129,8 @@ def test_forced_calls_are_calls(form: Form) -> None:
     written = _format(form)
     text = form.one % GOOD
     assert _read(written, text) == call(0, "f", GOOD)
-    for several in (True, False):
-        grammar = forced_calls(written, [CITY, NOTHING], several=several)
+    for most in (1, 16):
+        grammar = forced_calls(written, [CITY, NOTHING], most=most)
         assert allows(form.special, grammar, text)
         for other in (
             "",
@@ -153,20 +153,20 @@ def test_further_calls_only_where_they_are_wanted(form: Form) -> None:
         return
     text = form.two % GOOD
     assert _read(written, text) == [*call(0, "f", GOOD), *call(1, "g", "{}")]
-    assert allows(form.special, forced_calls(written, [CITY, NOTHING], several=True), text)
-    assert not allows(form.special, forced_calls(written, [CITY, NOTHING], several=False), text)
-    assert not allows(form.special, forced_calls(written, [CITY], several=True), text)
+    assert allows(form.special, forced_calls(written, [CITY, NOTHING]), text)
+    assert not allows(form.special, forced_calls(written, [CITY, NOTHING], most=1), text)
+    assert not allows(form.special, forced_calls(written, [CITY]), text)
 
 
 @by_form
 def test_strict_functions_keep_their_schema_where_calls_are_free(form: Form) -> None:
     written = _format(form)
-    grammar = free_calls(written, [CITY, NOTHING], several=True)
+    grammar = free_calls(written, [CITY, NOTHING])
     assert allows(form.special, grammar, form.text + form.one % GOOD)
     assert not allows(form.special, grammar, form.text + form.one % BAD)
     answer = "<|channel|>final<|message|>He{llo" if written.tools == "gpt_oss" else "He{llo"
     assert allows(form.special, grammar, answer)
-    loose = free_calls(written, [msgspec.structs.replace(CITY, strict=False), NOTHING], several=True)
+    loose = free_calls(written, [msgspec.structs.replace(CITY, strict=False), NOTHING])
     assert allows(form.special, loose, form.text + form.one % BAD)
 
 
@@ -174,7 +174,7 @@ def test_strict_functions_keep_their_schema_where_calls_are_free(form: Form) -> 
 def test_an_answer_of_a_form_or_calls(form: Form) -> None:
     written = _format(form)
     schema = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", "required": ["x"]}))
-    grammar = free_calls(written, [CITY], several=False, answer=schema)
+    grammar = free_calls(written, [CITY], most=1, answer=schema)
     head = "<|channel|>final<|message|>" if written.tools == "gpt_oss" else ""
     assert allows(form.special, grammar, head + '{"x": 1}')
     assert not allows(form.special, grammar, head + "Hello")
@@ -192,9 +192,9 @@ def test_thoughts_stand_before_forced_calls(
     written = choose_format("hermes", reasoning, "", byte_tokenizer(special))
     text = FORMS[0].one % GOOD
     thought = f"Hm, {{ </\n{closing}\n\n"
-    free = forced_calls(written, [CITY], several=False)
-    begun = forced_calls(written, [CITY], several=False, inside=True)
-    ended = forced_calls(written, [CITY], several=False, inside=False)
+    free = forced_calls(written, [CITY], most=1)
+    begun = forced_calls(written, [CITY], most=1, inside=True)
+    ended = forced_calls(written, [CITY], most=1, inside=False)
     for grammar, expected in (
         (free, (True, False, True)),
         (begun, (False, True, not special)),
@@ -240,12 +240,12 @@ def _read(written: OutputFormat, text: str) -> list[Part]:
 
 @by_form
 def test_white_space_is_bounded(form: Form) -> None:
-    grammar = forced_calls(_format(form), [CITY], several=False)
+    grammar = forced_calls(_format(form), [CITY], most=1)
     assert allows(form.special, grammar, form.one % '{"city":"Oslo","days": 2}')
     assert not allows(form.special, grammar, form.one % '{"city":  "Oslo"}')
     assert not allows(form.special, grammar, form.one % '{\n"city": "Oslo"}')
     schema = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
-    free = free_calls(_format(form), [CITY], several=False, answer=schema)
+    free = free_calls(_format(form), [CITY], most=1, answer=schema)
     assert not allows(form.special, free, '{ "x": 1}')
 
 
@@ -258,6 +258,6 @@ def test_the_options_are_those_of_other_schemas() -> None:
 def test_keywords_that_are_not_known_are_left_out_unless_strict() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "colour": "red", "minProperties": 1}}}
     odd = Function("f", {**schema, "unevaluatedProperties": False})
-    assert error_of(forced_calls(OutputFormat("json"), [odd], several=False)) == ""
+    assert error_of(forced_calls(OutputFormat("json"), [odd], most=1)) == ""
     strict = msgspec.structs.replace(odd, strict=True)
-    assert "unevaluatedProperties" in error_of(forced_calls(OutputFormat("json"), [strict], several=False))
+    assert "unevaluatedProperties" in error_of(forced_calls(OutputFormat("json"), [strict], most=1))

@@ -120,7 +120,7 @@ def test_without_tools_calls_are_content() -> None:
 
 @pytest.mark.parametrize("output", [o for o in RECORDED if len({getattr(p, "index", 0) for p in o.parts}) > 1])
 def test_one_call_at_most_where_no_more_are_wanted(output: Output) -> None:
-    parser = output.written.parser(NAMES, schemas=SCHEMAS, inside=output.inside, several=False)
+    parser = output.written.parser(NAMES, schemas=SCHEMAS, inside=output.inside, most=1)
     assert parser is not None
     assert read(parser, list(output.text)) == [p for p in output.parts if getattr(p, "index", 0) == 0]
 

@@ -36,8 +36,8 @@ _ENDS = r"<\|(?:end|call|return|start|channel)\|>"
 _ANALYSIS = re.compile(rf"<\|channel\|>analysis<\|message\|>(.*?)(?={_ENDS}|\Z)", re.DOTALL)
 
 
-def parser_of(written: OutputFormat, inside: bool | None, *, several: bool = True) -> OutputParser:
-    found = written.parser(NAMES, inside=inside, several=several)
+def parser_of(written: OutputFormat, inside: bool | None, *, most: int | None = None) -> OutputParser:
+    found = written.parser(NAMES, inside=inside, most=most)
     assert found is not None
     return found
 
@@ -135,12 +135,12 @@ def places(parser: OutputParser, text: str, cuts: Sequence[int], *, whole: str) 
     return found
 
 
-@pytest.mark.parametrize("several", [True, False], ids=["all calls", "the first call"])
+@pytest.mark.parametrize("most", [None, 1], ids=["all calls", "the first call"])
 @given(data=st.data())
-def test_parts_stand_where_they_were_read(several: bool, data: st.DataObject) -> None:
+def test_parts_stand_where_they_were_read(most: int | None, data: st.DataObject) -> None:
     written, inside, first = data.draw(st.sampled_from([*TEXTS, *THOUGHTS]))
     others = [text for other, _, text in TEXTS if other == written]
     text = first + "".join(data.draw(st.lists(st.sampled_from([*others, " ", "\n", "a"]), max_size=2)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    once = places(parser_of(written, inside, several=several), text, (), whole=text)
-    assert places(parser_of(written, inside, several=several), text, cuts, whole=text) == once
+    once = places(parser_of(written, inside, most=most), text, (), whole=text)
+    assert places(parser_of(written, inside, most=most), text, cuts, whole=text) == once

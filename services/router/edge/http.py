@@ -47,8 +47,9 @@ BODY_STALL_SECONDS = 30.0
 """Without a byte of the body for so long, the request is given up."""
 BODY_SECONDS = 120.0
 """So is a body that takes longer in all; `pdmesh.body_seconds` in the scope goes before."""
-_LAST_WORD_SECONDS = 1.0
+LAST_WORD_SECONDS = 1.0
 """That a client of a router which ends has to take its error."""
+SHUTS_DOWN = "this router is shutting down"
 DONE = b"data: [DONE]\n\n"
 
 
@@ -381,8 +382,8 @@ class EventResponse(Response):
         except asyncio.CancelledError as exc:  # this router ends: its drain took too long
             failure = exc
             if stream.started:
-                stream.stall = _LAST_WORD_SECONDS
-                await self._fail(UnavailableError("this router is shutting down"), stream, scope, receive, send)
+                stream.stall = LAST_WORD_SECONDS
+                await self._fail(UnavailableError(SHUTS_DOWN), stream, scope, receive, send)
             raise
         except Exception as exc:  # noqa: BLE001  # the border of the process: all errors become answers
             failure = as_pdmesh_error(exc)

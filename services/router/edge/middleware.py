@@ -5,6 +5,8 @@ RequestIds ─▶ Origins (CORS, where asked for) ─▶ KeyGate ─▶ Plain �
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 
@@ -13,8 +15,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine_core.types.errors import ConfigError, InvalidRequestError, PdmeshError
-from services.router.edge.http import ApiKeyError, as_pdmesh_error, error_response
+from engine_core.types.errors import ConfigError, InvalidRequestError, PdmeshError, UnavailableError
+from services.router.edge.http import LAST_WORD_SECONDS, SHUTS_DOWN, ApiKeyError, as_pdmesh_error, error_response
 from services.runtime.api_keys import ApiKeys, shown_keys
 
 OPEN_PATHS = frozenset({"/health", "/liveness", "/readiness", "/ping", "/metrics"})
@@ -55,7 +57,7 @@ class KeyGate:
 
 
 class Plain:
-    """HEAD is answered as GET is, without its body; a bug becomes a 500."""
+    """HEAD is answered as GET is, without its body; a bug becomes a 500, and the end of a drain's time a 503."""
 
     def __init__(self, app: ASGIApp, body_seconds: float, on_failure: OnRefused) -> None:
         self._app, self._body_seconds, self._on_failure = app, body_seconds, on_failure
@@ -83,6 +85,12 @@ class Plain:
             known = as_pdmesh_error(exc)
             self._on_failure(scope["path"], known)
             await error_response(known, scope)(scope, receive, send)
+        except asyncio.CancelledError:
+            # The server does this to requests that outlast a drain, and waits for nothing more. A stream has said so.
+            if not started:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LAST_WORD_SECONDS):
+                        await error_response(UnavailableError(SHUTS_DOWN), scope)(scope, receive, send)
 
 
 class Origins(CORSMiddleware):

@@ -20,8 +20,9 @@ import orjson
 from llguidance import regex_to_lark
 
 from engine_core.types.errors import InvalidRequestError
+from engine_core.types.sampling import MAX_GRAMMAR_BYTES
 from services.router.parsers import pythonic
-from services.router.parsers.schema_types import referred, types_of
+from services.router.parsers.schema_types import Known, referred, types_of
 from services.router.parsers.tagged import KEY_CHAR, MAX_KEY, Tags
 
 _ANY_TEXT = "/(?s:.*)/"
@@ -43,6 +44,10 @@ _OF_OBJECTS = frozenset({
 _OF_TEXTS = frozenset({"not", "if"})
 """Keywords that bind objects, and texts, and that plain text can't follow."""
 _ROOT = "the_whole"
+_DEEPEST = 32
+_STEP = 64
+"""Bytes of grammar that a step through a schema counts for."""
+_NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"})
 _Schema = Mapping[str, Any]
 
 
@@ -117,11 +122,14 @@ class _Form:
 
     def __init__(self, rules: Rules, schema: _Schema, *, strict: bool) -> None:
         self._rules, self._root, self._strict = rules, schema, strict
+        self._types: Known = {}
+        self._work = 0
 
     def rule(self, body: str, kind: str, how: str = "") -> str:
         """A rule of its own, or a terminal where `kind` is in capitals."""
         name = f"{kind}_{len(self._rules.rules)}"
         self._rules.rules.append(f"{name}{how}: {body}")
+        self._spend(len(body))
         return name
 
     def parameters(self) -> list[_Parameter] | None:
@@ -164,7 +172,7 @@ class _Form:
     def python(self, schema: Any) -> str:
         """A value as a literal."""
         resolved = self._resolved(schema)
-        types = types_of(resolved, self._root)
+        types = types_of(resolved, self._root, self._types)
         if types == frozenset({"boolean"}) and not {"enum", "const"} & set(resolved):
             return '("True" | "False")'
         return '"None"' if types == frozenset({"null"}) else self.json(schema)
@@ -173,7 +181,9 @@ class _Form:
         """JSON by a part of the whole schema: what refers to the whole finds it."""
         if "$ref" in json.dumps(schema):
             schema = {**moved(schema, f"#/$defs/{_ROOT}"), "$defs": {_ROOT: moved(self._root, f"#/$defs/{_ROOT}")}}
-        return self._rules.arguments({} if schema is True else schema, strict=self._strict)
+        name = self._rules.arguments({} if schema is True else schema, strict=self._strict)
+        self._spend(len(self._rules.rules[-1]))
+        return name
 
     def _values(self, schema: Any, depth: int = 0) -> _Values:
         """What of a schema's values is written how."""
@@ -184,7 +194,7 @@ class _Form:
             if isinstance(schema.get(several), list):
                 rest = {key: value for key, value in schema.items() if key != several}
                 return _joined(self._values(self._merged(rest, part), depth + 1) for part in schema[several])
-        types = types_of(schema, self._root)
+        types = types_of(schema, self._root, self._types)
         if types is None:
             return _Values(texts=(schema,))
         if "string" not in types:
@@ -235,6 +245,7 @@ class _Form:
     def _resolved(self, schema: Any) -> dict[str, Any]:
         """The schema with what it refers to, and all that must hold together, in one."""
         for _ in range(_DEEPEST):
+            self._spend(_STEP)
             if schema is True or not isinstance(schema, Mapping):
                 return {}
             if "$ref" in schema:
@@ -262,14 +273,17 @@ class _Form:
             raise InvalidRequestError(message, field="tools")
         return {**one, **other}
 
+    def _spend(self, work: int) -> None:
+        """Holds what is written, and the ways through a schema that refers to itself, to what can be compiled."""
+        self._work += work
+        if self._work > MAX_GRAMMAR_BYTES:
+            message = f"tools: the form of a function's arguments has more than {MAX_GRAMMAR_BYTES} bytes"
+            raise InvalidRequestError(message, field="tools")
+
     def _check(self, schema: _Schema, refused: frozenset[str]) -> None:
         if self._strict and (found := sorted(refused & set(schema))):
             message = f"tools: {found[0]!r} can't be followed in this model's form of calls; leave out strict"
             raise InvalidRequestError(message, field="tools")
-
-
-_DEEPEST = 32
-_NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"})
 
 
 def moved(schema: Any, root: str) -> Any:

@@ -6,37 +6,46 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 Types = frozenset[str]
+Known = dict[str, Types | None]
 STRING: Types = frozenset({"string"})
 _TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 _ALIASES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "dict": "object"}
 """How clients misspell types."""
-_MAX_REFS = 32
-"""Schemas that are nested deeper, or refer to themselves, allow anything."""
+_DEEPEST = 32
+"""Schemas that are nested deeper allow anything."""
 
 
-def types_of(schema: Any, root: Any, *, refs: int = 0) -> Types | None:
-    """The types of the values that `schema` allows, a part of the schema `root`; None when it does not say."""
-    if not isinstance(schema, Mapping) or refs > _MAX_REFS:
+def types_of(schema: Any, root: Any, known: Known | None = None, depth: int = 0) -> Types | None:
+    """The types of the values that `schema` allows, a part of the schema `root`; None when it does not say.
+
+    `known` are those of references; one dict serves all parts of a root, so that each is followed once.
+    """
+    if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return None
+    known = {} if known is None else known
     found = [_named(schema.get("type"))]
     if isinstance(schema.get("enum"), list):
         found.append(frozenset(map(type_of, schema["enum"])))
     if "const" in schema:
         found.append(frozenset({type_of(schema["const"])}))
-    if "$ref" in schema:
-        found.append(types_of(referred(schema["$ref"], root), root, refs=refs + 1))
+    pointer = schema.get("$ref")
+    if isinstance(pointer, str):
+        if pointer not in known:
+            known[pointer] = None  # what refers to itself says no more
+            known[pointer] = types_of(referred(pointer, root), root, known, depth + 1)
+        found.append(known[pointer])
     for several in ("anyOf", "oneOf"):
         if isinstance(schema.get(several), list):
-            found.append(_any(types_of(part, root, refs=refs + 1) for part in schema[several]))
+            found.append(_any(types_of(part, root, known, depth + 1) for part in schema[several]))
     if isinstance(schema.get("allOf"), list):
-        found += [types_of(part, root, refs=refs + 1) for part in schema["allOf"]]
+        found += [types_of(part, root, known, depth + 1) for part in schema["allOf"]]
     return _all(found)
 
 
 def types_of_parameter(schema: Mapping[str, Any] | None, name: str) -> Types | None:
     """The types of one of a function's arguments, by the schema of them all; None when it does not say."""
     top: Any = schema
-    for _ in range(_MAX_REFS):
+    for _ in range(_DEEPEST):
         if not isinstance(top, Mapping):
             return None
         if "properties" in top or "$ref" not in top:

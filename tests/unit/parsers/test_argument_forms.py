@@ -19,6 +19,7 @@ from services.router.parsers import kimi_k2, pythonic, tagged
 from services.router.parsers.base import Content, Part, ToolCallArguments, ToolCallBegin
 from services.router.parsers.choice import OutputFormat, choose_format
 from services.router.parsers.forcing import Function, forced_calls, free_calls
+from services.router.parsers.schema_types import types_of_parameter
 from tests.support.byte_vocabulary import allows, byte_tokenizer, drawn
 from tests.support.outputs import read
 
@@ -193,17 +194,18 @@ def test_forced_arguments_follow_their_schema(form: Form) -> None:
 
 @by_form
 def test_further_forced_calls(form: Form) -> None:
-    grammar = forced_calls(form.written(), [G])
-    random, most = Random(7), 0
-    for _ in range(8):
+    written, random = form.written(), Random(7)
+    assert forced_calls(written, [G], most=99) == forced_calls(written, [G])
+    grammar, found = forced_calls(written, [G], most=3), set[int]()
+    for _ in range(24):
         text = drawn(form.special, grammar, random, most=600)
         assert text is not None
         parts = form.read(text)
         names = [part.name for part in parts if isinstance(part, ToolCallBegin)]
         assert names == ["get_time"] * len(names)
         assert [p.text for p in parts if not isinstance(p, ToolCallBegin)] == ["{}"] * len(names)
-        most = max(most, len(names))
-    assert most > 1
+        found.add(len(names))
+    assert found == {1, 2, 3}
 
 
 @by_form
@@ -264,6 +266,12 @@ def test_patterns_of_text_are_found_as_schemas_mean_it(pattern: str, good: Seque
         assert allows((), grammar, FORMS[4].write({"a": value})) is (value in good), value
 
 
+DOUBLING: dict[str, Any] = {
+    str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}, {"$ref": f"#/$defs/{i + 1}"}]} for i in range(30)
+}
+DOUBLING["30"] = {"type": ["string", "null"]}
+
+
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
@@ -273,11 +281,21 @@ def test_patterns_of_text_are_found_as_schemas_mean_it(pattern: str, good: Seque
         ({"properties": {"a>b": {"type": "string"}}}, 'the parameter "a>b" can\'t be written'),
         ({"properties": {"a": {"$ref": "#/$defs/b"}}}, "the reference '#/\\$defs/b' leads nowhere"),
         ({"properties": {"a": {"enum": ["</parameter></function>"]}}}, "has no value"),
+        ({"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": DOUBLING}, "more than 262144 bytes"),
+        ({"properties": {"a": {"$ref": "#/properties/a"}}}, "nested too deeply"),
     ],
 )
 def test_what_text_cannot_follow_is_refused_by_name(schema: Mapping[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         forced_calls(FORMS[0].written(), [Function("get_weather", schema, strict=True)], most=1)
+
+
+def test_types_of_schemas_that_refer_to_themselves_are_soon_found() -> None:
+    many: dict[str, Any] = {str(i): {"allOf": [{"$ref": f"#/$defs/{i + 1}"}] * 10} for i in range(12)}
+    many["12"] = {"allOf": [{"$ref": "#/$defs/0"}, {"type": "integer"}]}
+    schema = {"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": many}
+    assert types_of_parameter(schema, "a") == frozenset({"integer"})
+    assert types_of_parameter({"$ref": "#"}, "a") is None
 
 
 def test_keywords_are_left_out_where_a_function_is_not_strict() -> None:

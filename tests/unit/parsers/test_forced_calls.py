@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 
 import msgspec
@@ -10,9 +11,9 @@ import pytest
 
 from engine_core.grammar.compiler import ITEM_SEPARATOR, KEY_SEPARATOR
 from engine_core.types.sampling import Grammar, GrammarKind
-from services.router.parsers.base import Content, Part, Reasoning
+from services.router.parsers.base import Content, Part, Reasoning, ToolCallBegin
 from services.router.parsers.choice import OutputFormat, choose_format
-from services.router.parsers.forcing import Function, after_thoughts, forced_calls, free_calls
+from services.router.parsers.forcing import MAX_CALLS, Function, after_thoughts, forced_calls, free_calls
 from tests.support.byte_vocabulary import allows, byte_tokenizer, error_of
 from tests.support.outputs import CALL, CALL_END, CALLS, CALLS_END, SEP, call, read
 
@@ -27,7 +28,7 @@ CITY = Function(
     },
     strict=True,
 )
-NOTHING = Function("g")
+NOTHING, STRICT = Function("g"), Function("g", strict=True)
 NAMES = frozenset({"f", "g"})
 GOOD, BAD = '{"city": "a\\"b", "days": 2}', '{"city": "Rome"}'
 DEEPSEEK = (CALLS, CALLS_END, CALL, CALL_END, SEP)
@@ -156,6 +157,40 @@ def test_further_calls_only_where_they_are_wanted(form: Form) -> None:
     assert allows(form.special, forced_calls(written, [CITY, NOTHING]), text)
     assert not allows(form.special, forced_calls(written, [CITY, NOTHING], most=1), text)
     assert not allows(form.special, forced_calls(written, [CITY]), text)
+
+
+def repeated(form: Form, calls: int) -> str:
+    """So many calls: what `two` has beyond `one`, again and again."""
+    one, two = form.one % GOOD, form.two % GOOD
+    head = os.path.commonprefix([one, two])
+    more = two[len(head) : len(head) + len(two) - len(one)]
+    return head + more * (calls - 1) + one[len(head) :]
+
+
+@by_form
+def test_no_grammar_allows_more_calls_than_the_bound(form: Form) -> None:
+    if not form.two:
+        return
+    written = _format(form)
+    assert MAX_CALLS == 16 and repeated(form, 2) == form.two % GOOD
+    assert [part for part in _read(written, repeated(form, 16)) if isinstance(part, ToolCallBegin)][15].index == 15
+    tools = [CITY, NOTHING]
+    for most, bound in ((16, 16), (5, 5), (2**31, 16)):
+        for grammar in (forced_calls(written, tools, most=most), free_calls(written, [CITY, STRICT], most=most)):
+            assert allows(form.special, grammar, repeated(form, bound))
+            too_many = repeated(form, bound + 1)
+            assert not allows(form.special, grammar, too_many)
+    assert allows(form.special, forced_calls(written, tools), repeated(form, 16))
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+@by_form
+def test_a_parser_leaves_out_calls_beyond_the_wanted_ones(form: Form, most: int) -> None:
+    parser = _format(form).parser(NAMES, most=most)
+    assert parser is not None
+    text = repeated(form, 4) if form.two else form.one % GOOD
+    begun = [part.index for part in read(parser, list(text)) if isinstance(part, ToolCallBegin)]
+    assert begun == [*range(min(most, 4 if form.two else 1))]
 
 
 @by_form

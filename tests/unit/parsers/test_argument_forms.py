@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_core.types.errors import InvalidRequestError
-from services.router.parsers import kimi_k2, pythonic, tagged
+from services.router.parsers import kimi_k2, tagged
 from services.router.parsers.base import Content, Part, ToolCallArguments, ToolCallBegin
 from services.router.parsers.choice import OutputFormat, choose_format
 from services.router.parsers.forcing import Function, forced_calls, free_calls
@@ -104,7 +104,7 @@ FORMS = [
     Form("minimax m2", "minimax_m2", (), _tagged(tagged.MINIMAX_M2)),
     Form("deepseek v3.2", "deepseek_v32", (tagged.DSML,), _tagged(tagged.DEEPSEEK_V32)),
     Form("deepseek v4", "deepseek_v32", (), _tagged(tagged.DEEPSEEK_V32, block=1), "<｜DSML｜tool_calls>"),
-    Form("pythonic", "pythonic", pythonic.MARKS, _python),
+    Form("pythonic", "pythonic", ("<|python_start|>", "<|python_end|>"), _python),
     Form("kimi k2", "kimi_k2", kimi_k2.MARKS, _kimi),
 ]
 by_form = pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)

@@ -90,7 +90,7 @@ def describe(app: FastAPI, *, keys_required: bool, vocab_size: int, names: Seque
         description="OpenAI's API, and what pdmesh serves beside it. Unknown fields are ignored; null is as absent.",
     )
     parts = schema.setdefault("components", {})
-    parts["schemas"] = _models(vocab_size, names)
+    parts["schemas"] = schemas(vocab_size, names)
     parts["securitySchemes"] = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -102,7 +102,8 @@ def describe(app: FastAPI, *, keys_required: bool, vocab_size: int, names: Seque
     return schema
 
 
-def _models(vocab_size: int, names: Sequence[str]) -> dict[str, Any]:
+def schemas(vocab_size: int, names: Sequence[str]) -> dict[str, Any]:
+    """The schemas of all requests and replies, by their names."""
     asked = [(kind, "validation") for kind in _REQUESTS]
     answered = [(kind, "serialization") for kind in {*_REPLIES.values(), replies.ErrorBody, MessagesError}]
     _, found = models_json_schema([*asked, *answered], ref_template=_REF)  # type: ignore[list-item]

@@ -37,8 +37,19 @@ class MessageToolCall(_Open):
     function: CalledFunction
 
 
+_ONLY_ASSISTANTS_ARE_SILENT: dict[str, Any] = {
+    "anyOf": [
+        {"properties": {"role": {"enum": ["assistant"]}}},
+        {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]},
+    ]
+}
+"""What check_contents asks for, for /openapi.json."""
+
+
 class ChatMessage(_Open):
     """One message."""
+
+    model_config = ConfigDict(json_schema_extra=_ONLY_ASSISTANTS_ARE_SILENT)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None

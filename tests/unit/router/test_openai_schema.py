@@ -400,6 +400,8 @@ def test_any_json_is_read_or_refused_by_name(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(_KINDS))
     fields = st.sampled_from([*kind.model_fields, *UNSUPPORTED, *ELSEWHERE])
     body: Any = data.draw(st.dictionaries(fields, _JSON, max_size=4))
+    if "model" in kind.model_fields:
+        body.setdefault("model", "default")
     if "prompt" in kind.model_fields:
         body.setdefault("prompt", "a")
     if "messages" in kind.model_fields:

@@ -15,11 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_core.types.errors import InvalidRequestError
+from services.router.chat.schema import ChatMessage
 from services.router.parsers import kimi_k2, tagged
 from services.router.parsers.base import Content, Part, ToolCallArguments, ToolCallBegin
 from services.router.parsers.choice import OutputFormat, choose_format
 from services.router.parsers.forcing import Function, forced_calls, free_calls
 from services.router.parsers.schema_types import types_of_parameter
+from services.router.text.chat_template import ChatTemplate
 from tests.support.byte_vocabulary import allows, byte_tokenizer, drawn
 from tests.support.outputs import read
 
@@ -302,3 +304,28 @@ def test_keywords_are_left_out_where_a_function_is_not_strict() -> None:
     schema = {"anyOf": [{}], "properties": {"a": {"type": "string", "format": "iri", "not": {}}}}
     grammar = forced_calls(FORMS[0].written(), [Function("get_weather", schema)], most=1)
     assert allows((), grammar, FORMS[0].write({"a": "anything"}))
+
+
+CODER = (
+    "{% if tools %}<tool_call> <function= <parameter={% endif %}"
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    "{{ '<tool_call>\\n<function=' + c.function.name + '>\\n' }}{% for k, v in c.function.arguments | items %}"
+    "{{ '<parameter=' + k + '>\\n' }}"
+    "{{ v | tojson if v is mapping or (v is sequence and v is not string) else v | string }}"
+    "{{ '\\n</parameter>\\n' }}{% endfor %}{{ '</function>\\n</tool_call>' }}{% endfor %}{% endfor %}"
+)
+
+
+def test_past_calls_are_rendered_as_they_are_read() -> None:
+    arguments = {"text": 'Os\nlo </parameter> "x"', "value": [1, {"a": None}], "either": None}
+    function = {"name": "get_weather", "arguments": json.dumps(arguments)}
+    message = ChatMessage.model_validate({"role": "assistant", "tool_calls": [{"id": "call_1", "function": function}]})
+    text = ChatTemplate(CODER, {}).render([message.for_template()], add_generation_prompt=False)
+    assert "<parameter=either>\nNone\n</parameter>" in text
+    parser = choose_format("auto", "auto", CODER, byte_tokenizer(())).parser(
+        {"get_weather"}, schemas={"get_weather": LOOSE}
+    )
+    assert parser is not None
+    begin, written = read(parser, [text])
+    assert begin == ToolCallBegin(0, "get_weather")
+    assert isinstance(written, ToolCallArguments) and json.loads(written.text) == arguments

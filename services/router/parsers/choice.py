@@ -12,13 +12,25 @@ from typing import Any, Protocol
 import msgspec
 
 from engine_core.types.errors import ConfigError
-from services.router.parsers import bare_json, deepseek_v3, harmony, hermes, kimi_k2, mistral, pythonic, tagged, think
+from services.router.parsers import (
+    bare_json,
+    deepseek_v3,
+    harmony,
+    hermes,
+    json_lists,
+    kimi_k2,
+    mistral,
+    pythonic,
+    tagged,
+    think,
+)
 from services.router.parsers.bare_json import BareJsonParser
 from services.router.parsers.base import OutputParser, Part, Source, ToolCallArguments, ToolCallBegin
 from services.router.parsers.call_object import Tools
 from services.router.parsers.deepseek_v3 import DeepSeekV3Parser
 from services.router.parsers.harmony import HarmonyParser
 from services.router.parsers.hermes import HermesParser
+from services.router.parsers.json_lists import JsonListParser
 from services.router.parsers.kimi_k2 import KimiK2Parser
 from services.router.parsers.mistral import MistralParser
 from services.router.parsers.pythonic import PythonicParser
@@ -47,8 +59,9 @@ _TOOL_MARKS: Mapping[str, tuple[str, ...]] = {
         deepseek_v3.SEP,
     ),
     "kimi_k2": kimi_k2.MARKS,
-    "pythonic": pythonic.MARKS,
+    "pythonic": (*pythonic.MARKS, *pythonic.LFM2),
     **{family: tags.special for family, tags in tagged.FAMILIES.items()},
+    **{family: marks.special for family, marks in json_lists.FAMILIES.items()},
     GPT_OSS: harmony.MARKS,
     "json": (),
     NONE: (),
@@ -176,6 +189,8 @@ def _calls(family: str, tools: Tools) -> SteppedParser | None:
             return KimiK2Parser(tools)
         case "pythonic":
             return PythonicParser(tools)
+    if family in json_lists.FAMILIES:
+        return JsonListParser(tools, json_lists.FAMILIES[family])
     return TaggedParser(tools, tagged.FAMILIES[family]) if family in tagged.FAMILIES else None
 
 
@@ -224,6 +239,7 @@ def _tools_of(template: str, vocabulary: Vocabulary) -> str:
         ("kimi_k2", kimi_k2.CALLS),
         ("minimax_m2", tagged.MINIMAX_M2.opens[0]),
         ("mistral", mistral.CALLS),
+        ("pythonic", pythonic.LFM2[0]),
     )
     for shows in (template.__contains__, vocabulary.has_token):
         for family, mark in marked:
@@ -231,16 +247,20 @@ def _tools_of(template: str, vocabulary: Vocabulary) -> str:
                 return family
     if asks_in_words:
         return "deepseek_v3" if form_of(template) in (DEEPSEEK, DEEPSEEK_FENCED) else "json"
+    for family, shown in json_lists.SHOWN.items():
+        if shown in template:
+            return family
     if hermes.OPEN in template:
         if tagged.GLM45.key in template:
             return "glm45"
-        if tagged.QWEN3_CODER.head not in template:
+        if tagged.QWEN3_CODER.head not in template and tagged.MINIMAX_M2.head not in template:
             return "hermes"
         if tagged.QWEN3_CODER.key in template:
             return "qwen3_coder"
     if pythonic.SHOWN in template:
         return "pythonic"
-    if bare_json.PYTHON_TAG in template or ('"parameters": ' in template and "Environment: ipython" in template):
+    llama = '"parameters": ' in template and "Environment: ipython" in template
+    if (llama or bare_json.PYTHON_TAG in template) and tagged.QWEN3_CODER.head not in template:
         return "llama3_json"
     return "json"
 
@@ -256,7 +276,8 @@ def _reasoning_of(template: str, vocabulary: Vocabulary) -> str:
 
 
 def _is_newer(tools: str, template: str, vocabulary: Vocabulary) -> bool:
-    """Mistral's calls with [ARGS], DeepSeek's without fences, V4's other name for calls, GLM's without line breaks."""
+    """Mistral's calls with [ARGS], DeepSeek's without fences, V4's other name for calls, GLM's without line breaks,
+    LFM2's marks around Python's form."""
     match tools:
         case "mistral":
             return mistral.ARGS in template or vocabulary.has_token(mistral.ARGS)
@@ -266,4 +287,6 @@ def _is_newer(tools: str, template: str, vocabulary: Vocabulary) -> bool:
             return tagged.DEEPSEEK_V32.opens[1] in template
         case "glm45":
             return any(mark in template for mark in tagged.GLM_UNBROKEN)
+        case "pythonic":
+            return pythonic.LFM2[0] in template or vocabulary.has_token(pythonic.LFM2[0])
     return False

@@ -17,7 +17,7 @@ import orjson
 
 from engine_core.types.sampling import Grammar, GrammarKind
 from services.router.grammar.forms import json_in_lark
-from services.router.parsers import deepseek_v3, harmony, hermes, kimi_k2, mistral, tagged
+from services.router.parsers import deepseek_v3, harmony, hermes, json_lists, kimi_k2, mistral, pythonic, tagged
 from services.router.parsers.argument_forms import moved, python_arguments, tagged_arguments
 from services.router.parsers.choice import GPT_OSS, OutputFormat
 from services.router.parsers.tagged import Tags
@@ -105,6 +105,9 @@ class _Lark:
         parts = [part for text in texts for part in self._parts(text)]
         return " ".join(f"<[{special[t]}]>" if t in special else json.dumps(t, ensure_ascii=False) for t in parts)
 
+    def _has(self, mark: str) -> bool:
+        return mark in self._written.special
+
     def cut(self, text: str) -> tuple[str, str]:
         """A text up to the first mark that is a special token, and from there on."""
         parts = self._parts(text)
@@ -157,7 +160,7 @@ class _Lark:
             return f"({self.channel('analysis')})?"
         opening, closing = written.marks
         rest = f"{self.until(closing)} /\\n{{0,2}}/"
-        return rest if inside else f"({self.marks(opening)} {rest})?"
+        return rest if inside else f"(/\\n{{0,2}}/ {self.marks(opening)} {rest})?"
 
     def channel(self, name: str) -> str:
         """A whole message of a channel, and the head of the next one."""
@@ -178,12 +181,16 @@ class _Lark:
         if opening:
             text = self._plain()
             return f"{text} | {self.until(opening, text)} {behind}"
-        begin = r"\[" if self._written.tools == "pythonic" else "{"
+        begin = {"pythonic": r"\[", "xlam": r"\[{"}.get(self._written.tools, "{")
         self.rules.append(rf"ANSWER: /[^{begin}\s](?s:.*)/")
         return f"ANSWER? | {behind}"
 
     def _plain(self) -> str:
-        """Text without a call's own mark, which is read as a call where the mark of them all is left out."""
+        """Text without what is read as a call where the mark of them all is left out: a call's own mark, or Python's
+        list."""
+        if self._written.tools == "pythonic":
+            self.rules.append(r"PLAIN: /([^\[\s](?s:.*))?/")
+            return "PLAIN"
         tags = tagged.FAMILIES.get(self._written.tools)
         mark = tags.head if tags is not None else _CALL_MARKS.get(self._written.tools, "")
         if not mark:
@@ -203,6 +210,8 @@ class _Lark:
         what stands behind all."""
         if (tags := tagged.FAMILIES.get(self._written.tools)) is not None:
             return self._tagged_form(tags)
+        if (marks := json_lists.FAMILIES.get(self._written.tools)) is not None:
+            return marks.opening, ("[",), (", ",), ("]", marks.closing)
         match self._written.tools:
             case "hermes":
                 return hermes.OPEN, ("\n",), ("\n", hermes.OPEN, "\n"), ()
@@ -215,6 +224,8 @@ class _Lark:
                 return deepseek_v3.CALLS, (), between, (deepseek_v3.CALLS_END,)
             case "kimi_k2":
                 return kimi_k2.CALLS, (), (), (kimi_k2.CALLS_END,)
+            case "pythonic" if self._written.variant:
+                return pythonic.LFM2[0], ("[",), (", ",), ("]", pythonic.LFM2[1])
             case "pythonic":
                 return "", ("[",), (", ",), ("]",)
             case "llama3_json":
@@ -253,7 +264,8 @@ class _Lark:
                 written = f'{{"name": "{name}", "arguments": '
                 return f"{self.marks(written)} {arguments} {self.marks('}' + chr(10), hermes.CLOSE)}"
             case "mistral" if self._written.variant:
-                return f"{self.marks(name, mistral.ARGS)} {arguments}"
+                call_id = f"({self.marks(mistral.CALL_ID)} /[a-zA-Z0-9]{{9}}/)?" if self._has(mistral.CALL_ID) else ""
+                return f"{self.marks(name)} {call_id} {self.marks(mistral.ARGS)} {arguments}"
             case "deepseek_v3" if self._written.variant:
                 head = self.marks(deepseek_v3.CALL, name, deepseek_v3.SEP)
                 return f"{head} {arguments} {self.marks(deepseek_v3.CALL_END)}"

@@ -1,8 +1,9 @@
-"""Calls in Python's own form, as a list: Llama 3.2 and 4, ToolACE and who follows them.
+"""Calls in Python's own form, as a list: Llama 3.2 and 4, ToolACE, LFM2 and who follows them.
 
     [get_weather(city="Oslo", days=[1, 2]), get_time()]
 
-The list is the whole output, or stands behind <|python_start|>, with <|python_end|> behind it. Values are literals:
+The list is the whole output, or stands behind <|python_start|>, with <|python_end|> behind it; LFM2's marks are
+<|tool_call_start|> and <|tool_call_end|>. Values are literals:
 strings in either quotes, one or three, with escapes; numbers; True, False, None and what JSON calls them; lists and
 dicts with strings as keys. They go out as JSON.
 """
@@ -18,6 +19,8 @@ from services.router.parsers.json_text import MAX_DEPTH
 from services.router.parsers.reader import SteppedParser, Steps
 
 START, END = "<|python_start|>", "<|python_end|>"
+LFM2 = ("<|tool_call_start|>", "<|tool_call_end|>")
+_STARTS, _ENDS = (START, LFM2[0]), (END, LFM2[1])
 MARKS = (START, END)
 SHOWN = "[func_name1("
 """How templates show the form."""
@@ -49,12 +52,12 @@ class PythonicParser(SteppedParser):
         yield from reader.space()
         if not (yield from self._list()):
             reader.rewind()
-        while (yield from reader.until((START,), reader.content)):
+        while mark := (yield from reader.until(_STARTS, reader.content)):
             reader.hold()
             yield from reader.space()
             if not (yield from self._list()):
                 reader.rewind()
-                reader.content(START)
+                reader.content(mark)
 
     def _list(self) -> Steps[bool]:
         """A list of calls whose `[` is next."""
@@ -70,7 +73,7 @@ class PythonicParser(SteppedParser):
             if (yield from reader.literal("]")):
                 reader.hold()
                 yield from reader.space()
-                if (yield from reader.literal(END)):
+                if (yield from reader.one_of(_ENDS)):
                     reader.release()
                 else:
                     reader.rewind()
@@ -95,7 +98,7 @@ class PythonicParser(SteppedParser):
                 return False
         reader.begin(name)
         if not (yield from self._arguments(key)):
-            yield from broken_arguments(reader, (END,))
+            yield from broken_arguments(reader, _ENDS)
         return True
 
     def _arguments(self, key: str) -> Steps[bool]:

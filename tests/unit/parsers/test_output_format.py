@@ -96,8 +96,8 @@ def test_gpt_oss_reads_both(tools: str, reasoning: str) -> None:
             "auto",
             "tool_call_parser",
             "tool_call_parser: 'hermez' is unknown; there is auto, none, deepseek_v3, deepseek_v31, "
-            "deepseek_v32, glm45, gpt_oss, hermes, json, kimi_k2, llama3_json, minimax_m2, mistral, pythonic, qwen, "
-            "qwen3_coder, qwen3_xml",
+            "deepseek_v32, glm45, gpt_oss, granite, hermes, hunyuan_a13b, json, kimi_k2, llama3_json, minimax_m2, "
+            "mistral, nemotron_json, pythonic, qwen, qwen3_coder, qwen3_xml, xlam",
         ),
         (
             "auto",

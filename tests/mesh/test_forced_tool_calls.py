@@ -12,6 +12,7 @@ import openai
 import pytest
 import pytest_asyncio
 
+from services.router.parsers.forcing import MAX_CALLS
 from tests.support.mesh import Mesh
 from tests.support.models import tiny_model, with_special_tokens
 
@@ -102,7 +103,7 @@ async def test_a_forced_call_is_valid_whole_and_streamed(tools: Tools, router: s
             asked = tools.asked(seed, tool_choice=choice, temperature=1.5)
             whole = (await client.chat.completions.create(**asked)).choices[0]
             assert whole.finish_reason == "tool_calls" and whole.message.content is None
-            check(whole.message.tool_calls, 1 if choice == NAMED else 400)
+            check(whole.message.tool_calls, 1 if choice == NAMED else MAX_CALLS)
             if choice == NAMED:
                 assert [c.function.name for c in whole.message.tool_calls] == ["get_weather"]
             async with client.chat.completions.stream(**asked) as stream:
@@ -110,7 +111,7 @@ async def test_a_forced_call_is_valid_whole_and_streamed(tools: Tools, router: s
                     pass
                 streamed = (await stream.get_final_completion()).choices[0]
             assert streamed.finish_reason == "tool_calls" and not streamed.message.content
-            check(streamed.message.tool_calls, 1 if choice == NAMED else 400)
+            check(streamed.message.tool_calls, 1 if choice == NAMED else MAX_CALLS)
             assert [(c.function.name, c.function.arguments) for c in streamed.message.tool_calls or ()] == [
                 (c.function.name, c.function.arguments) for c in whole.message.tool_calls
             ]
@@ -137,6 +138,22 @@ async def test_no_parallel_calls_is_one_call(tools: Tools, router: str) -> None:
             asked = tools.asked(seed, tool_choice="required", parallel_tool_calls=False)
             choice = (await client.chat.completions.create(**asked)).choices[0]
             check(choice.message.tool_calls, 1)
+
+
+@by_router
+@pytest.mark.parametrize("most", [None, 3])
+async def test_a_model_that_never_ends_by_itself_calls_no_more_than_it_may(
+    tools: Tools, router: str, most: int | None
+) -> None:
+    harmony = router == "router-3"  # its form has one call
+    asked = tools.asked(1, tool_choice="required", temperature=0, max_tokens=2000, tools=[TIME])
+    asked["logit_bias"] = {str(tools.ids[end]): -100 for end in ("<|im_end|>", "<|endoftext|>", "/")}
+    asked["logit_bias"] |= {str(tools.ids[mark]): 60 for mark in ("[/THINK]", "<|end|>")}
+    async with tools.client(router) as client:
+        more = {} if most is None else {"max_tool_calls": most}
+        choice = (await client.chat.completions.create(**asked, extra_body=more)).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert len(choice.message.tool_calls or ()) == (1 if harmony else most or MAX_CALLS)
 
 
 async def test_thoughts_come_before_a_forced_call(tools: Tools) -> None:

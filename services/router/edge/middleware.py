@@ -23,7 +23,7 @@ OPEN_PATHS = frozenset({"/health", "/liveness", "/readiness", "/ping", "/metrics
 """Whoever asks there seldom has a key, and is told no more than numbers and whether the router is well."""
 _CONSOLE, _CONSOLE_DATA = "/console", "/console/api/"
 _ORIGIN = re.compile(r"https?://[A-Za-z0-9.\[\]:-]+")
-_SHOWN_TO_PAGES = ("x-request-id", "retry-after", "x-should-retry", "x-pdmesh-timings")
+_SHOWN_TO_PAGES = ("x-request-id", "request-id", "retry-after", "x-should-retry", "x-pdmesh-timings")
 
 OnRefused = Callable[[str, PdmeshError], None]
 """Gets the path and why."""

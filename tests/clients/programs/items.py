@@ -12,7 +12,7 @@ import litellm
 from cases import QUESTION, WEATHER, WEATHER_QUESTION, run
 from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
@@ -45,6 +45,9 @@ def anthropic_whole() -> Any:
 
 
 def anthropic_stream() -> Any:
+    event = TypeAdapter(anthropic.types.RawMessageStreamEvent)
+    for one in client.messages.create(model="default", max_tokens=5, messages=QUESTION, stream=True):
+        event.validate_python(one.model_dump(), strict=True)
     with client.messages.stream(model="default", max_tokens=60, messages=QUESTION) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()

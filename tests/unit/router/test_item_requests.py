@@ -87,13 +87,13 @@ def test_fields_of_responses_are_those_of_chats() -> None:
     asked = response(
         max_output_tokens=5, temperature=0.5, top_p=0.25, top_k=3, seed=4, stop=["x"], logit_bias={"7": 1.5},
         include=["message.output_text.logprobs"], top_logprobs=2, stream=True, user="u", safety_identifier="s",
-        parallel_tool_calls=False, tools=[TOOL, OTHER], tool_choice={"type": "function", "name": "g"},
+        parallel_tool_calls=False, tools=[TOOL, OTHER], tool_choice={"type": "function", "name": "g"}, max_tool_calls=3,
         reasoning={"effort": "low", "summary": None}, chat_template_kwargs={"k": 1}, cache_salt="c", timeout=5,
     )  # fmt: skip
     assert asked.token_limit() == 5 and asked.best_tokens() == 2 and asked.choice == "function:g"
     assert (asked.temperature, asked.top_p, asked.top_k, asked.seed, asked.stop) == (0.5, 0.25, 3, 4, ("x",))
     assert (asked.logit_bias, asked.stream, asked.user, asked.cache_salt) == (((7, 1.5),), True, "s", "c")
-    assert asked.timeout == 5.0 and asked.parallel_tool_calls is False
+    assert asked.timeout == 5.0 and asked.parallel_tool_calls is False and asked.max_tool_calls == 3
     chat = asked.chat()
     function = {name: TOOL[name] for name in ("name", "description", "parameters", "strict")}
     assert chat.tools == ({"type": "function", "function": function}, {"type": "function", "function": {"name": "g"}})

@@ -268,6 +268,60 @@ async def test_usage_is_exact_in_every_mode(llama: Served, http: httpx.AsyncClie
     assert all("usage" not in p for p in await events(http, COMPLETIONS, **body))
 
 
+MODES: dict[str, dict[str, Any]] = {
+    "several prompts and samples": {"prompt": [[5, 6, 7] * 9, [8] * 17], "n": 2, "temperature": 1.0, "seed": 4},
+    "text": {"prompt": "hello the user"},
+    "a stop string": {"stop": ["\ufffd", "e", "s"]},
+    "a stop token": {"stop_token_ids": list(range(100, 325))},
+    "the end": {"logit_bias": {"2": 100}, "ignore_eos": False},
+    "the end, later": {"logit_bias": {"2": 100}, "ignore_eos": False, "min_tokens": 3},
+    "no end": {"logit_bias": {"2": 100}},
+    "echo": {"echo": True, "logprobs": 1},
+    "scores alone": {"echo": True, "logprobs": 1, "max_tokens": 0},
+    "scores of the prompt": {"prompt_logprobs": 1},
+    "the best": {"best_of": 3, "temperature": 1.0, "seed": 4},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_usage_counts_the_tokens_that_are_shown(llama: Served, http: httpx.AsyncClient, mode: str) -> None:
+    """Whole and streamed; what every chunk says of it only grows, and the last one says all."""
+    asked = {**GREEDY, "prompt": list(random_prompt(50, 110)), "max_tokens": 9, "cache_salt": llama.asker.salt()}
+    asked |= MODES[mode]
+    whole = await ask(http, COMPLETIONS, **asked)
+    usage, shown = whole["usage"], sum(len(choice["token_ids"]) for choice in whole["choices"])
+    prompts = {choice["index"] // asked.get("n", 1): choice["prompt_token_ids"] for choice in whole["choices"]}
+    assert usage["prompt_tokens"] == sum(map(len, prompts.values()))
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+    if "best_of" in asked:
+        assert (usage["completion_tokens"], shown) == (27, 9)
+        return
+    assert usage["completion_tokens"] == shown
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *parts, last = await events(http, COMPLETIONS, **asked, stream_options=options)
+    scored = "prompt_logprobs" in asked or "echo" in asked  # the prompt is computed anew
+    cached = last["usage"]["prompt_tokens_details"]["cached_tokens"]  # or it goes to the other prefill worker
+    found = 0 if scored else sum((len(prompt) - 1) // 16 * 16 for prompt in prompts.values())
+    assert cached % 16 == 0 and 0 <= cached <= found
+    details = {**usage["prompt_tokens_details"], "cached_tokens": cached}
+    assert last["usage"] == {**usage, "prompt_tokens_details": details} == parts[-1]["usage"]
+    counts = [part["usage"]["completion_tokens"] for part in parts]
+    assert counts == sorted(counts) and {p["usage"]["prompt_tokens"] for p in parts} == {usage["prompt_tokens"]}
+
+
+async def test_echo_spells_special_tokens_as_the_output_does(http: httpx.AsyncClient) -> None:
+    prompt = [1, 70, 2, 71]
+    for skip, shown in ((True, [70, 71]), (False, prompt)):
+        text = (await ask(http, "/detokenize", tokens=shown))["prompt"]
+        asked = {**GREEDY, "prompt": prompt, "echo": True, "max_tokens": 0, "logprobs": 0, "skip_special_tokens": skip}
+        choice = (await ask(http, COMPLETIONS, **asked))["choices"][0]
+        assert choice["text"] == text
+        parts = [text] if skip else ["<|im_start|>", "<|im_end|>"]
+        assert all(part in text for part in parts) and ("<|im_end|>" in text) == (not skip)
+        assert choice["logprobs"]["text_offset"][-1] == len(text) - 1
+
+
 # ---- the prompt and the deadline ------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 
@@ -124,6 +125,26 @@ async def test_openai_replies_of_broken_streams(breaking: Breaking) -> None:
             cut = await breaking.asker.complete(prompt, stream=stream, stop=[stop], **options)
             assert (cut.text, cut.ids, cut.stop_reason) == (stopped.text, stopped.ids, stop)
             assert cut.attempts == (2 if at in breaking.broken() else 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "hello the user", "max_output_tokens": 40}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hello the user"}], "max_tokens": 40}),
+    ],
+)
+async def test_usage_of_broken_items(breaking: Breaking, path: str, body: dict[str, Any]) -> None:
+    """The counts of one attempt: a second one neither counts again nor finds the client's prompt in a cache."""
+    told = []
+    for breaks in (False, True):
+        breaking.arm() if breaks else breaking.disarm()
+        asked = {"model": "default", **body, "temperature": 0, "ignore_eos": True, "cache_salt": breaking.asker.salt()}
+        async with httpx.AsyncClient(base_url=breaking.mesh.url, timeout=60.0, trust_env=False) as http:
+            response = await http.post(path, json=asked)
+        told.append(response.json()["usage"])
+    assert breaking.broken(), "no token of it was one that breaks"
+    assert told[0] == told[1] and told[0]["output_tokens"] == 40
 
 
 async def test_a_seeded_request_may_be_asked_again_after_its_router_died(breaking: Breaking) -> None:

@@ -40,7 +40,10 @@ def openai_routes(front: Front) -> APIRouter:
         special = asked.add_special_tokens
         prompts = [await front.encode_prompt(p, add_special_tokens=special, field="prompt") for p in asked.prompt]
         submission = submission_of(request, asked, prompts, options, arrival)
-        echo = [_text_of(front, *pair) for pair in zip(asked.prompt, prompts, strict=True)] if asked.echo else None
+        echo = None
+        if asked.echo:
+            skip = options.skip_special_tokens
+            echo = [_text_of(front, p, ids, skip=skip) for p, ids in zip(asked.prompt, prompts, strict=True)]
         reply = CompletionReply(reply_spec(front, asked, submission, model), echo)
         return await answer(front, request, submission, reply)
 
@@ -81,6 +84,6 @@ def _card(front: Front, name: str) -> dict[str, object]:
     }
 
 
-def _text_of(front: Front, prompt: Prompt, ids: tuple[int, ...]) -> str:
+def _text_of(front: Front, prompt: Prompt, ids: tuple[int, ...], *, skip: bool) -> str:
     """What `echo` repeats."""
-    return prompt if isinstance(prompt, str) else front.tokenizer.decode(ids)
+    return prompt if isinstance(prompt, str) else front.tokenizer.decode(ids, skip_special_tokens=skip)

@@ -69,6 +69,8 @@ class Reply:
         head = orjson.dumps({**self._head, "object": self.part})[:-1]
         self._start = b"data: " + head + b',"choices":['
         self._usages: dict[int, int] = {}
+        self._cached: dict[int, int] = {}
+        """What each prompt's first sample found in caches, once it has ended."""
         count = len(spec.prompts) * spec.samples
         self._texts: list[list[str]] = [[] for _ in range(count)]
         self._begun = [False] * count
@@ -89,6 +91,8 @@ class Reply:
             data = self._first(index, prompt)
         if self.spec.continuous_usage:
             self._usages[index] = self._usages.get(index, 0) + len(delta.token_ids)
+            if delta.result is not None and index % self.spec.samples == 0:
+                self._cached[prompt] = delta.result.cached_tokens
         return data + self._next(index, delta)
 
     def collect(self, index: int, delta: Delta) -> None:
@@ -194,7 +198,8 @@ class Reply:
     def _usage_now(self) -> bytes:
         if self.spec.continuous_usage:
             prompt, output = sum(map(len, self.spec.prompts)), sum(self._usages.values())
-            usage = Usage(prompt, output, cached_tokens=None, reasoning_tokens=self._reasoning_tokens())
+            cached = sum(self._cached.values()) if len(self._cached) == len(self.spec.prompts) else None
+            usage = Usage(prompt, output, cached, self._reasoning_tokens())
             return b',"usage":' + orjson.dumps(usage.as_json())
         return b',"usage":null' if self.spec.include_usage else b""
 

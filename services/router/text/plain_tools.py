@@ -16,6 +16,8 @@ from typing import Any
 
 import msgspec
 
+from services.router.text.chat_habits import knows_tools
+
 _ASK = """You can call functions. These are all there are, one per line, each with the JSON schema of its parameters:
 {functions}
 """
@@ -53,6 +55,10 @@ def _python_list(calls: Sequence[tuple[str, Any]]) -> str:
     return f"<|tool_call_start|>[{', '.join(each)}]<|tool_call_end|>"
 
 
+def _json_list(calls: Sequence[tuple[str, Any]]) -> str:
+    return "<|tool_call|>" + _dumped([{"name": name, "arguments": arguments} for name, arguments in calls])
+
+
 def _dumped(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
@@ -77,15 +83,17 @@ DEEPSEEK_FENCED = CallForm(
     f"{_CALLS}{_CALL}function{_SEP}NAME\n```json\n{{{{…}}}}\n```{_CALL_END}{_CALLS_END}\n{_MARKED}",
     _deepseek_fenced,
 )
-LFM2 = CallForm(JSON_LINES.ask, _python_list)
-"""Its templates tell how to call: only past calls may have to be written."""
+LFM2, GRANITE = CallForm(JSON_LINES.ask, _python_list), CallForm(JSON_LINES.ask, _json_list)
+"""Templates that tell how to call, but may leave past calls out."""
 
 
 def form_of(source: str) -> CallForm:
     """The form of the calls of a model with this template."""
     if _CALLS in source:
         return DEEPSEEK_FENCED if "```json" in source else DEEPSEEK
-    return LFM2 if "<|tool_list_start|>" in source else JSON_LINES
+    if knows_tools(source):
+        return LFM2 if "<|tool_list_start|>" in source else GRANITE if "<|tool_call|>" in source else JSON_LINES
+    return JSON_LINES
 
 
 def in_words(

@@ -13,7 +13,16 @@ from services.router.parsers.base import ToolCallArguments, ToolCallBegin
 from services.router.parsers.choice import choose_format
 from services.router.text.chat_habits import Habits
 from services.router.text.chat_template import ChatTemplate
-from services.router.text.plain_tools import DEEPSEEK, DEEPSEEK_FENCED, JSON_LINES, LFM2, CallForm, form_of, in_words
+from services.router.text.plain_tools import (
+    DEEPSEEK,
+    DEEPSEEK_FENCED,
+    GRANITE,
+    JSON_LINES,
+    LFM2,
+    CallForm,
+    form_of,
+    in_words,
+)
 from tests.support.outputs import read
 from tests.unit.parsers.test_output_format import Vocabulary
 
@@ -139,8 +148,10 @@ def test_calls_that_a_template_would_leave_out_are_written_in_its_models_form() 
         + '[user]How is it?\n[assistant]So:\n<|tool_call_start|>[get_weather(city="\\"Å\\"", days=[1, null]), '
         "get_time()]<|tool_call_end|>\n"
     )
-    other = rendered(ONLY_TOOLS.replace("<|tool_list_start|>", ""), [asked(called("a", city="Oslo"))])
-    assert other == '[assistant]{"name": "get_weather", "arguments": {"city": "Oslo"}}\n'
+    call = '{"name": "get_weather", "arguments": {"city": "Oslo"}}'
+    for mark, written in (("", call), ("<|tool_call|>", f"<|tool_call|>[{call}]")):
+        source = ONLY_TOOLS.replace("<|tool_list_start|>", mark)
+        assert rendered(source, [asked(called("a", city="Oslo"))]) == f"[assistant]{written}\n"
 
 
 def test_tools_in_words_go_to_the_user_where_there_may_be_no_system_message() -> None:
@@ -193,5 +204,7 @@ def test_the_parser_reads_what_a_template_without_tools_asks_for(source: str, fo
     assert '"name": "get_weather"' in told and "{…}" in told and "{{" not in told
 
 
-def test_the_form_of_lfm2() -> None:
+def test_forms_of_templates_that_tell_how_to_call() -> None:
     assert form_of(ONLY_TOOLS) is LFM2
+    assert form_of("{{ tools }}<|tool_call|>") is GRANITE
+    assert form_of("<|tool_call|>") is JSON_LINES

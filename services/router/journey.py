@@ -363,7 +363,9 @@ class Journey:
             options, eos = self._spec.options, placement.decode.instance.eos_token_ids
             stop_ids = (*options.stop_token_ids, *(() if options.ignore_eos else eos))
             detokenizer = self._mesh.tokenizer.detokenizer(
-                skip_special_tokens=options.skip_special_tokens, kept_ids=options.kept_special_ids
+                skip_special_tokens=options.skip_special_tokens,
+                kept_ids=options.kept_special_ids,
+                goes_on=options.goes_on,
             )
             output = OutputText(
                 detokenizer, options.stop, stop_ids, options.min_tokens, include_stop=options.include_stop

@@ -72,6 +72,8 @@ class GenerationOptions(msgspec.Struct, frozen=True):
     include_stop: bool = False
     """Leave the stop string, or the stop token's text, in the output."""
     skip_special_tokens: bool = True
+    goes_on: bool = True
+    """The output goes on in the middle of a text: the space that its first token may have is shown."""
     kept_special_ids: tuple[int, ...] = ()
     """Special tokens that stay in the text whatever the client wants: the parser of the output takes them out."""
     scores_only: bool = False

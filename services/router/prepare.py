@@ -42,7 +42,10 @@ async def prepare_chat(
     options = front.options(asked, None, plan.grammar)
     field = options.grammar_field
     options = msgspec.structs.replace(
-        options, kept_special_ids=plan.kept_special_ids, grammar_field=renamed(field, names)
+        options,
+        kept_special_ids=plan.kept_special_ids,
+        grammar_field=renamed(field, names),
+        goes_on=bool(asked.continue_final_message),
     )
     prompt = await front.encode_text(text, add_special_tokens=False, field=names.get("messages", "messages"))
     submission = submission_of(request, asked, [prompt], options, arrival)
@@ -62,6 +65,7 @@ def reply_spec(front: Front, asked: SamplingRequest, submission: Submission, mod
         token_ids=options.return_token_ids,
         tokens_as_ids=bool(asked.return_tokens_as_token_ids),
         skip_special_tokens=options.skip_special_tokens,
+        goes_on=options.goes_on,
         kept_special_ids=options.kept_special_ids,
         include_usage=options.include_usage,
         continuous_usage=options.continuous_usage,

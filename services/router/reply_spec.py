@@ -27,6 +27,7 @@ class ReplySpec(msgspec.Struct, frozen=True):
     token_ids: bool = False
     tokens_as_ids: bool = False
     skip_special_tokens: bool = True
+    goes_on: bool = True
     kept_special_ids: tuple[int, ...] = ()
     include_usage: bool = False
     continuous_usage: bool = False
@@ -40,4 +41,6 @@ class ReplySpec(msgspec.Struct, frozen=True):
 
     def detokenizer(self) -> Detokenizer:
         """The state that one output's text comes from."""
-        return self.tokenizer.detokenizer(skip_special_tokens=self.skip_special_tokens, kept_ids=self.kept_special_ids)
+        return self.tokenizer.detokenizer(
+            skip_special_tokens=self.skip_special_tokens, kept_ids=self.kept_special_ids, goes_on=self.goes_on
+        )

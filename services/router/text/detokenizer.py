@@ -107,9 +107,9 @@ class PieceDetokenizer:
 
     __slots__ = ("_begun", "_hidden", "_pieces")
 
-    def __init__(self, pieces: Pieces, hidden: Collection[int]) -> None:
+    def __init__(self, pieces: Pieces, hidden: Collection[int], *, begun: bool = False) -> None:
         self._pieces, self._hidden = pieces, hidden
-        self._begun = False
+        self._begun = begun
 
     def add(self, token_ids: Sequence[int]) -> str:
         """See Detokenizer."""

@@ -162,9 +162,11 @@ class RouterTokenizer:
         """Returns the vocabulary's own spelling per id."""
         return [self._backend.id_to_token(i) for i in token_ids]
 
-    def detokenizer(self, *, skip_special_tokens: bool = True, kept_ids: Collection[int] = ()) -> Detokenizer:
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, kept_ids: Collection[int] = (), goes_on: bool = False
+    ) -> Detokenizer:
         """Returns the state for one output; special tokens are left out, all but `kept_ids`, or written as they are
-        spelled."""
+        spelled. One that `goes_on` does not begin a text; decoders that look around (Kind.OTHER) can't tell."""
         hidden = self.bytes.special_ids.difference(kept_ids) if skip_special_tokens else frozenset[int]()
         kind = self.bytes.kind
         if kind is Kind.BYTES:
@@ -172,11 +174,11 @@ class RouterTokenizer:
                 of = lambda token_id: b"" if token_id in hidden else self.bytes.of(token_id)  # noqa: E731
             else:
                 of = self.bytes.shown if hidden else self.bytes.of
-            return ByteDetokenizer(of, strip=self.bytes.strip)
+            return ByteDetokenizer(of, strip=0 if goes_on else self.bytes.strip)
         if kind is Kind.PIECES:
             if self._pieces is None:
                 self._pieces = Pieces(self._decode_all)
-            return PieceDetokenizer(self._pieces, hidden)
+            return PieceDetokenizer(self._pieces, hidden, begun=goes_on)
         return WindowDetokenizer(lambda ids: self._decode_all([i for i in ids if i not in hidden]))
 
     def _decode_all(self, token_ids: list[int]) -> str:

@@ -159,6 +159,15 @@ def test_special_tokens_that_are_kept(kind: str) -> None:
     assert "<|call|>" in text and "<s>" not in text
 
 
+@pytest.mark.parametrize("kind", [kind for kind, (_, state) in KINDS.items() if state is not WindowDetokenizer])
+@given(words=_TEXTS, sizes=_SIZES)
+def test_an_output_that_goes_on_joins_its_prompt(kind: str, words: list[str], sizes: list[int]) -> None:
+    library, ours = loaded(kind)
+    prompt, ids = ids_of(["▁the", "s"]), ids_of(words)
+    text = "".join(in_pieces(ours.detokenizer(goes_on=True), ids, sizes))
+    assert library.decode(prompt) + text == library.decode(prompt + ids)
+
+
 # ---- stop strings -------------------------------------------------------------------------------------
 
 

@@ -189,7 +189,7 @@ async def test_biases_force_and_ban_tokens(llama: Served, http: httpx.AsyncClien
     banned = (await ask(http, COMPLETIONS, **body, logit_bias={str(free[0]): -100}))["choices"][0]["token_ids"]
     assert free[0] not in banned
     assert banned[0] == int(scores(llama, prompt)[-1].topk(2).indices[1])
-    refused = await http.post(COMPLETIONS, json={**body, "logit_bias": {"325": 1}})
+    refused = await http.post(COMPLETIONS, json={"model": "default", **body, "logit_bias": {"325": 1}})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "logit_bias"
 
 

@@ -33,6 +33,8 @@ _CALL_MARKS = {"deepseek_v3": deepseek_v3.CALL, "kimi_k2": kimi_k2.CALL}
 """What stands before each call, where something else stands before them all."""
 _UNSAFE = re.compile(r"\\.|[/\n]", re.DOTALL)
 """What ends a pattern in Lark, and what may stand before it."""
+_BREAKS = r"\n{0,2}"
+"""What may stand at either side of thoughts, and before calls."""
 _Marks = tuple[str, ...]
 
 
@@ -159,8 +161,8 @@ class _Lark:
         if written.reasoning == GPT_OSS:
             return f"({self.channel('analysis')})?"
         opening, closing = written.marks
-        rest = f"{self.until(closing)} /\\n{{0,2}}/"
-        return rest if inside else f"(/\\n{{0,2}}/ {self.marks(opening)} {rest})?"
+        rest = f"{self.until(closing)} /{_BREAKS}/"
+        return rest if inside else f"(/{_BREAKS}/ {self.marks(opening)} {rest})?"
 
     def channel(self, name: str) -> str:
         """A whole message of a channel, and the head of the next one."""
@@ -168,9 +170,9 @@ class _Lark:
         return f"{opened} {self.until(harmony.END)} {self.marks(harmony.START, 'assistant')}"
 
     def calls(self, tools: Sequence[Function]) -> str:
-        """One call or more."""
+        """One call or more; templates break lines before the mark, and so may the model."""
         opening = self._form()[0]
-        return f"{self.marks(opening) if opening else ''} {self._behind_opening(tools)}"
+        return f"{f'/{_BREAKS}/ {self.marks(opening)}' if opening else ''} {self._behind_opening(tools)}"
 
     def free(self, tools: Sequence[Function]) -> str:
         """Text, which calls may follow; what begins a call can't be text."""

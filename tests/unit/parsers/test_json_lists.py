@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from services.router.parsers import pythonic
-from services.router.parsers.base import Content, Part
+from services.router.parsers.base import Content, OutputParser, Part
 from services.router.parsers.choice import choose_format
 from services.router.parsers.forcing import Function, forced_calls, free_calls
 from tests.support.byte_vocabulary import allows, byte_tokenizer
@@ -137,10 +137,18 @@ def test_mistrals_calls_may_have_ids_where_there_is_a_mark_for_them() -> None:
     assert parts_of("mistral", with_id) == call(0, "get_time", "{}", "a1B2c3D4e")
 
 
-def test_thoughts_may_begin_on_a_line_of_their_own() -> None:
+def test_thoughts_and_calls_may_begin_on_a_line_of_their_own() -> None:
     written = choose_format("hermes", "deepseek_r1", "", byte_tokenizer(()))
     grammar = forced_calls(written, [G])
+
+    def parser() -> OutputParser:
+        found = written.parser({"get_time"})
+        assert found is not None
+        return found
+
     block = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
-    for before in ("", "<think>Hm</think>\n", "\n<think>Hm</think>\n"):
+    for before in ("", "\n\n", "<think>Hm</think>\n", "\n<think>Hm</think>\n\n\n"):
         assert allows((), grammar, before + block)
+        assert read(parser(), [before + block])[-2:] == call(0, "get_time", "{}")
+        assert not any(isinstance(part, Content) for part in read(parser(), list(before + block)))
     assert not allows((), grammar, "\n\n\n<think>Hm</think>\n" + block)

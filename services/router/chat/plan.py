@@ -46,7 +46,8 @@ def plan_chat(asked: ChatRequest, written: OutputFormat, prompt: str) -> ChatPla
     if functions and written.tools == NONE:
         message = "tools: this server reads no tool calls (--tool-call-parser none); only tool_choice none is possible"
         raise InvalidRequestError(message, field="tools")
-    inside = written.inside(prompt)
+    begun = (asked.messages[-1].content or "") if asked.continue_final_message else ""
+    inside = written.inside(prompt, begun)
     one = asked.parallel_tool_calls is False or choice.startswith("function:")
     most = 1 if one else asked.max_tool_calls
     names = frozenset(f.name for f in functions) if functions else None

@@ -110,12 +110,15 @@ class OutputFormat(msgspec.Struct, frozen=True):
         wanted = _REASONING_MARKS[self.reasoning] + (_TOOL_MARKS[self.tools] if calls else ())
         return tuple(sorted({self.special[mark] for mark in wanted if mark in self.special}))
 
-    def inside(self, prompt_end: str) -> bool | None:
-        """Whether a prompt that ends so has begun a thought; None when the output may begin one itself."""
+    def inside(self, prompt_end: str, begun: str = "") -> bool | None:
+        """Whether a prompt that ends so has begun a thought; None when the output may begin one itself. `begun` is the
+        text of the answer that the prompt ends with, where the output goes on with one."""
         if self.reasoning in (NONE, GPT_OSS):
             return None
         end = prompt_end.rstrip()
         opening, closing = self.marks
+        if begun.rfind(opening) > begun.rfind(closing):
+            return True
         return True if end.endswith(opening) else False if end.endswith(closing) else None
 
     def parser(

@@ -140,3 +140,13 @@ def test_marks_that_are_special_stay_where_a_parser_reads_them() -> None:
 def test_the_prompt_shows_whether_a_thought_has_begun(prompt: str, inside: bool | None) -> None:
     assert OutputFormat("hermes", "deepseek_r1").inside(prompt) is inside
     assert OutputFormat("hermes").inside(prompt) is None
+
+
+@pytest.mark.parametrize(
+    ("begun", "inside"),
+    [("<think>\nThe user", True), ("<think>a</think>so", None), ("<think>a</think>", False), ("so", None)],
+)
+def test_an_answer_that_goes_on_may_be_within_its_thought(begun: str, inside: bool | None) -> None:
+    prompt = f"Say <think>.<|im_start|>assistant\n{begun}"
+    assert OutputFormat("hermes", "deepseek_r1").inside(prompt, begun) is inside
+    assert OutputFormat("gpt_oss", "gpt_oss").inside(prompt, begun) is None

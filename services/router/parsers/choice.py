@@ -287,7 +287,7 @@ def _is_newer(tools: str, template: str, vocabulary: Vocabulary) -> bool:
         case "deepseek_v3":
             return deepseek_v3.CALLS in template and "```json" not in template
         case "deepseek_v32":
-            return tagged.DEEPSEEK_V32.opens[1] in template
+            return "tool_calls>" in template and "function_calls>" not in template  # they may be put together
         case "glm45":
             return any(mark in template for mark in tagged.GLM_UNBROKEN)
         case "pythonic":

@@ -82,6 +82,8 @@ def test_lfm2_writes_pythons_form_between_marks_of_its_own() -> None:
         ("respond with <|tool_call|> and a list", ("<|tool_call|>",), "granite", False),
         ('[{"name": "tool_call_name", "arguments": {"arg1": "value1"}}]', (), "xlam", False),
         ("<|tool_list_start|>", pythonic.LFM2, "pythonic", True),
+        ("{% set d = '｜DSML｜' %}{{ '<' + d + 'tool_calls>' }}", (), "deepseek_v32", True),
+        ("{% set d = '｜DSML｜' %}{{ '<' + d + 'function_calls>' }}{{ m.tool_calls}}>", (), "deepseek_v32", False),
         ('<tool_call> <invoke name="f">', (), "json", False),
         ("<|python_tag|> <function=f>{}</function>", ("<|python_tag|>",), "json", False),
     ],

@@ -196,6 +196,7 @@ class ChatRequest(SamplingRequest):
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = True
+    max_tool_calls: int | None = Field(None, ge=1, le=MAX_INT)
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False
@@ -207,7 +208,6 @@ class ChatRequest(SamplingRequest):
         """max_completion_tokens goes before the older max_tokens."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    max_tool_calls: int | None = Field(None, ge=1, le=MAX_INT)
     def best_tokens(self) -> int | None:
         """See SamplingRequest."""
         return (self.top_logprobs or 0) if self.logprobs else None

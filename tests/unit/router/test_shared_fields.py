@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 import httpx
-import pytest
 
 from tests.support.asking import until_async
 from tests.support.fake_decode import FakeDecode, Harness, running_router, says, until
@@ -88,23 +87,24 @@ async def test_the_clients_own_time_ends_the_request() -> None:
         await until(lambda: fake.open == 0)
 
 
-@pytest.mark.parametrize("path", PATHS)
-async def test_queues_are_fair_between_users(path: str) -> None:
-    go = asyncio.Event()
+async def test_queues_are_fair_between_users() -> None:
     fake = FakeDecode(says([]))
+    words = ["one", "two", "three", "four"]
     async with running_router(tiny_model(), fake, max_in_flight=1) as router:
         answer = says(router.ids("so"))
-        fake.script = lambda request: iter([go, *answer(request)])
-        words = ["one", "two", "three", "four"]
-        asking = []
-        for i, (word, user) in enumerate(zip(words, "aaab", strict=True)):
-            asking.append(asyncio.ensure_future(router.http.post(path, json=asked(path, word, **said_by(path, user)))))
-            await until_async(lambda i=i: waits(router, i), 30.0)  # type: ignore[misc]
-        go.set()
-        assert [(await one).status_code for one in asking] == [200] * 4
-        served = [router.tokenizer.decode(list(request.request.prompt_token_ids)) for request in fake.requests]
-        order = [next(word for word in words if word in text) for text in served]
-        assert order.index("four") < order.index("three") and order[0] == "one"
+        for path in PATHS:
+            go, asking = asyncio.Event(), []
+            fake.requests.clear()
+            fake.script = lambda request, go=go: iter([go, *answer(request)])  # type: ignore[misc]
+            for i, (word, user) in enumerate(zip(words, "aaab", strict=True)):
+                body = asked(path, word, **said_by(path, user))
+                asking.append(asyncio.ensure_future(router.http.post(path, json=body)))
+                await until_async(lambda i=i: waits(router, i), 30.0)  # type: ignore[misc]
+            go.set()
+            assert [(await one).status_code for one in asking] == [200] * 4
+            served = [router.tokenizer.decode(list(request.request.prompt_token_ids)) for request in fake.requests]
+            order = [next(word for word in words if word in text) for text in served]
+            assert order[0] == "one" and order.index("four") < order.index("three"), (path, order)
 
 
 async def waits(router: Harness, count: int) -> bool:

@@ -65,6 +65,10 @@ class ByteDetokenizer:
 
     def _take(self, data: bytes) -> str:
         text = self._decoder.decode(data)
+        if data and 0xA0 <= data[-1] < 0xC0 and self._decoder.getstate()[0][:1] == b"\xed":
+            # It begins half a surrogate pair, which is no character, though Python's decoder waits for the third byte.
+            self._decoder.reset()
+            text += 2 * _REPLACEMENT
         return self._begin(text) if self._strip and text else text
 
     def flush(self) -> str:

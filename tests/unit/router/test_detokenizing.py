@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Sequence
@@ -138,15 +139,28 @@ def test_the_same_for_byte_level_tokens(text: str) -> None:
     assert (shown, state.flush()) == (text, "")
 
 
-def test_bytes_that_are_no_utf8_spoil_no_whole_character() -> None:
+def test_bytes_are_held_only_while_they_can_become_a_character() -> None:
     _, ours = loaded("llama2")
-    ids = [*ids_of(["é"]), byte_id(0xFF), *ids_of([FAMILY]), byte_id(0xE2), byte_id(0x82)]
-    for sizes in ([1] * len(ids), [3, 5], []):
-        assert "".join(in_pieces(ours.detokenizer(), ids, sizes)) == f"é\ufffd{FAMILY}\ufffd"
-    assert ours.decode(ids) == f"é\ufffd{FAMILY}\ufffd"
-    # A special token ends a character that was begun, whether or not it is shown.
-    begun = [byte_id(0xC3), loaded("llama2")[0].token_to_id("</s>"), *ids_of(["▁the"])]
-    assert ours.decode(begun, skip_special_tokens=False) == "\ufffd</s> the"
+    for lead in range(0xC0, 0x100):
+        for second in range(256):
+            state = ours.detokenizer()
+            shown = state.add([byte_id(lead)]) + state.add([byte_id(second)])
+            data = bytes([lead, second])
+            certain = b"" if _begins(data) else data[:1] if _begins(data[1:]) else data
+            assert shown == certain.decode(errors="replace"), data
+            for rest in (b"s", b"\x80s", b"\xed\xa0\xed\xa0\x80s"):
+                state = ours.detokenizer()
+                whole = "".join(state.add([byte_id(b)]) for b in data + rest)
+                assert whole + state.flush() == (data + rest).decode(errors="replace")
+
+
+def _begins(data: bytes) -> bool:
+    """Whether this is the beginning of a character, and not yet the whole."""
+    for rest in (b"\x80", b"\xbf", b"\x80\x80", b"\xbf\xbf", b"\x80\x80\x80", b"\xbf\x80\x80"):
+        with contextlib.suppress(UnicodeDecodeError):
+            if len((data + rest).decode()) == 1:
+                return True
+    return False
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -139,6 +139,17 @@ def test_the_same_for_byte_level_tokens(text: str) -> None:
     assert (shown, state.flush()) == (text, "")
 
 
+def test_bytes_that_are_no_utf8_spoil_no_whole_character() -> None:
+    _, ours = loaded("llama2")
+    ids = [*ids_of(["é"]), byte_id(0xFF), *ids_of([FAMILY]), byte_id(0xE2), byte_id(0x82)]
+    for sizes in ([1] * len(ids), [3, 5], []):
+        assert "".join(in_pieces(ours.detokenizer(), ids, sizes)) == f"é\ufffd{FAMILY}\ufffd"
+    assert ours.decode(ids) == f"é\ufffd{FAMILY}\ufffd"
+    # A special token ends a character that was begun, whether or not it is shown.
+    begun = [byte_id(0xC3), loaded("llama2")[0].token_to_id("</s>"), *ids_of(["▁the"])]
+    assert ours.decode(begun, skip_special_tokens=False) == "\ufffd</s> the"
+
+
 def test_bytes_are_held_only_while_they_can_become_a_character() -> None:
     _, ours = loaded("llama2")
     for lead in range(0xC0, 0x100):

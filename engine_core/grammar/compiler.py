@@ -31,6 +31,10 @@ ITEM_SEPARATOR, KEY_SEPARATOR = ", ?", ": ?"
 
 UNSPELLED = "the grammar forces text that the model's tokens can't write"
 
+_LETTERS = ("[a-zA-Z]{1,4}", "[a-zA-Z]{1,10}", "[a-zA-Z ]{1,10}", "[a-zA-Z ]{1,30}")
+"""Beside llguidance's own: tokens that are allowed together, unseen, where a form takes all such text next. Without
+these a class such as `[A-Za-z0-9 ._-]` has nearly the whole vocabulary looked through for each mask."""
+
 _TRIAL_TOKENS = 12
 _MESSAGE_CHARS = 400
 
@@ -54,7 +58,10 @@ def load_vocabulary(directory: str | Path, eos_token_ids: Sequence[int], vocab_s
         found["padding"] = found["truncation"] = None
         known = 1 + max([*_ids_of(found), *eos_token_ids])
         return llguidance.LLTokenizer(
-            json.dumps(found), n_vocab=max(known, vocab_size), eos_token=list(eos_token_ids) or None
+            json.dumps(found),
+            n_vocab=max(known, vocab_size),
+            eos_token=list(eos_token_ids) or None,
+            slices=[*llguidance.LLTokenizer.general_slices(), *_LETTERS],
         )
     except Exception as exc:  # the library raises whatever its parts raise
         message = f"grammars can't be used with this model's tokenizer.json: {_short(str(exc))}"

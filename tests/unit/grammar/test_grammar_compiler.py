@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from random import Random
 
 import llguidance
 import pytest
@@ -123,6 +124,31 @@ def test_trying_out_leaves_the_matcher_where_it_was() -> None:
 def test_special_tokens_stand_in_grammars_by_name() -> None:
     matcher = compile_grammar(vocabulary(), Grammar(GrammarKind.LARK, 'start: <|im_start|> "a"'))
     assert list(tokens_of(matcher.compute_bitmask())) == [IM_START]
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar(GrammarKind.REGEX, r"([A-Za-z]{1,14} ){9}[a-zA-Z ,.]{40}"),
+        Grammar(GrammarKind.LARK, 'start: (WORD " ")* "!"\nWORD: /[a-z]{1,9}/'),
+        Grammar(
+            GrammarKind.JSON_SCHEMA,
+            '{"type":"array","minItems":9,"items":{"anyOf":[{"type":"string","maxLength":7},'
+            '{"type":"string","pattern":"^[A-Za-z0-9 ._-]{1,30}$"},{"type":"object"}]}}',
+        ),
+    ],
+)
+def test_masks_are_what_looking_at_every_token_gives(grammar: Grammar) -> None:
+    plain = vocabulary().with_slices([])
+    for seed in range(3):
+        matcher, slow, random = compile_grammar(vocabulary(), grammar), compile_grammar(plain, grammar), Random(seed)
+        for _ in range(80):
+            mask = matcher.compute_bitmask()
+            assert mask == slow.compute_bitmask()
+            token = int(random.choice(tokens_of(mask)))
+            assert matcher.consume_token(token) and slow.consume_token(token)
+            if matcher.is_stopped():
+                break
 
 
 FAR = "ab" * 50

@@ -4,14 +4,17 @@ without, in the same run.
     python benchmarks/grammars.py [--model DIR] [--threads N] [--batch N] [--rounds N] [--json FILE]
 
 All kinds take turns step by step, so that what else runs on the machine meets all alike; the median step counts, and
-the best one is told beside it. Half of the last kind's sequences are free.
+the best one is told beside it. Half of the last kind's sequences are free. Threads wait as an engine's do, unless
+OMP_WAIT_POLICY or GOMP_SPINCOUNT say otherwise: it matters most here, where two kinds of threads share the cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -25,6 +28,7 @@ from engine_core.scheduler.step import ScheduledSequence, StepPlan, StepResult
 from engine_core.types.ids import SessionId
 from engine_core.types.sampling import Grammar, GrammarKind, SamplingParams
 from models.demo import fetch_demo
+from services.config import engine_environment
 
 CONTEXT = 160
 BLOCK = 16
@@ -96,6 +100,9 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--json", type=Path, help="also write the figures there")
     args = parser.parse_args()
+    environment = engine_environment()
+    if environment != dict(os.environ):  # it is read when libraries are loaded, which they are
+        os.execve(sys.executable, [sys.executable, *sys.argv], environment)
 
     directory = args.model or str(fetch_demo())
     per_sequence = -(-(CONTEXT + args.rounds + 1) // BLOCK)

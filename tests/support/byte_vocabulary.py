@@ -44,13 +44,16 @@ def error_of(grammar: Grammar) -> str:
     return found
 
 
-def allows(special: Sequence[str], grammar: Grammar, text: str) -> bool:
-    """Whether `text` is a whole output by the grammar."""
+def allows(special: Sequence[str], grammar: Grammar, *texts: str) -> bool:
+    """Whether the texts are a whole output by the grammar: every other one, from the second, without special tokens."""
     assert grammar.kind is GrammarKind.LARK
     vocabulary = _vocabulary(tuple(special))
     matcher = llguidance.LLMatcher(vocabulary, grammar.text)
     assert not matcher.get_error(), (matcher.get_error(), grammar.text)
-    ids = _backend(tuple(special)).encode(text, add_special_tokens=False).ids
+    backend, ids = _backend(tuple(special)), list[int]()
+    for i, text in enumerate(texts):
+        for piece in text if i % 2 else (text,):
+            ids += backend.encode(piece, add_special_tokens=False).ids
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 

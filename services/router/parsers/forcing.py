@@ -17,7 +17,17 @@ import orjson
 
 from engine_core.types.sampling import Grammar, GrammarKind
 from services.router.grammar.forms import json_in_lark
-from services.router.parsers import deepseek_v3, harmony, hermes, json_lists, kimi_k2, mistral, pythonic, tagged
+from services.router.parsers import (
+    bare_json,
+    deepseek_v3,
+    harmony,
+    hermes,
+    json_lists,
+    kimi_k2,
+    mistral,
+    pythonic,
+    tagged,
+)
 from services.router.parsers.argument_forms import moved, python_arguments, tagged_arguments
 from services.router.parsers.choice import GPT_OSS, OutputFormat
 from services.router.parsers.tagged import Tags
@@ -31,6 +41,10 @@ _BARE = {"json": "arguments", "llama3_json": "parameters"}
 """Formats without marks, with what they call the arguments."""
 _CALL_MARKS = {"deepseek_v3": deepseek_v3.CALL, "kimi_k2": kimi_k2.CALL}
 """What stands before each call, where something else stands before them all."""
+_BEGINS = {"pythonic": r"\[", "xlam": r"\[{"}
+"""What calls without a mark begin with, where that is no object."""
+_INNER_MARKS = {"llama3_json": (bare_json.PYTHON_TAG,), "pythonic": (pythonic.START, pythonic.LFM2[0])}
+"""What calls may stand behind in the middle of a text, where they need no mark at its beginning."""
 _UNSAFE = re.compile(r"\\.|[/\n]", re.DOTALL)
 """What ends a pattern in Lark, and what may stand before it."""
 _BREAKS = r"\n{0,2}"
@@ -136,6 +150,14 @@ class _Lark:
             return f"{self.marks(harmony.CHANNEL, 'final', harmony.MESSAGE)} answer"
         return "answer"
 
+    def without(self, *marks: str, text: str = "TEXT") -> str:
+        """Text that holds none of the marks, not even spelt with ordinary tokens where they are special ones: parsers
+        can't tell the two apart."""
+        name = f"WITHOUT_{len(self.rules)}"
+        any_of = "|".join(re.escape(mark).replace("/", r"\/") for mark in marks)
+        self.rules.append(f"{name}: {text} & ~/(?s:.*({any_of}).*)/")
+        return name
+
     def until(self, mark: str, text: str = "TEXT") -> str:
         """Any text up to a mark, and the mark."""
         lead, rest = self.cut(mark)
@@ -161,13 +183,14 @@ class _Lark:
         if written.reasoning == GPT_OSS:
             return f"({self.channel('analysis')})?"
         opening, closing = written.marks
-        rest = f"{self.until(closing)} /{_BREAKS}/"
+        rest = f"{self.until(closing, self.without(closing))} /{_BREAKS}/"
         return rest if inside else f"(/{_BREAKS}/ {self.marks(opening)} {rest})?"
 
     def channel(self, name: str) -> str:
         """A whole message of a channel, and the head of the next one."""
         opened = self.marks(harmony.CHANNEL, name, harmony.MESSAGE)
-        return f"{opened} {self.until(harmony.END)} {self.marks(harmony.START, 'assistant')}"
+        text = self.without(*harmony.ENDS)
+        return f"{opened} {self.until(harmony.END, text)} {self.marks(harmony.START, 'assistant')}"
 
     def calls(self, tools: Sequence[Function]) -> str:
         """One call or more; templates break lines before the mark, and so may the model."""
@@ -178,27 +201,27 @@ class _Lark:
         """Text, which calls may follow; what begins a call can't be text."""
         opening, behind = self._form()[0], self._behind_opening(tools)
         if self._written.tools == GPT_OSS:
-            final = f"{self.marks(harmony.CHANNEL, 'final', harmony.MESSAGE)} TEXT"
+            final = f"{self.marks(harmony.CHANNEL, 'final', harmony.MESSAGE)} {self.without(*harmony.ENDS)}"
             return f"{final} | ({self.channel('commentary')})? {behind}"
         if opening:
             text = self._plain()
             return f"{text} | {self.until(opening, text)} {behind}"
-        begin = {"pythonic": r"\[", "xlam": r"\[{"}.get(self._written.tools, "{")
-        self.rules.append(rf"ANSWER: /[^{begin}\s](?s:.*)/")
-        return f"ANSWER? | {behind}"
+        return f"{self._not_first(_BEGINS.get(self._written.tools, '{'))}? | {behind}"
 
     def _plain(self) -> str:
-        """Text without what is read as a call where the mark of them all is left out: a call's own mark, or Python's
-        list."""
+        """Text without what is read as a call: the marks before calls, and Python's list at the beginning."""
         if self._written.tools == "pythonic":
-            self.rules.append(r"PLAIN: /([^\[\s](?s:.*))?/")
-            return "PLAIN"
+            return f"{self._not_first(_BEGINS['pythonic'])}?"
         tags = tagged.FAMILIES.get(self._written.tools)
-        mark = tags.head if tags is not None else _CALL_MARKS.get(self._written.tools, "")
-        if not mark:
-            return "TEXT"
-        self.rules.append(f"PLAIN: TEXT & ~/(?s:.*{re.escape(mark)}.*)/")
-        return "PLAIN"
+        own = tags.head if tags is not None else _CALL_MARKS.get(self._written.tools, "")
+        opens = tags.opens if tags is not None else (self._form()[0],)
+        return self.without(*opens, *filter(None, (own,)))
+
+    def _not_first(self, chars: str) -> str:
+        """Text that does not begin with one of `chars`, or with white space, and holds no mark before calls."""
+        self.rules.append(rf"ANSWER: /[^{chars}\s](?s:.*)/")
+        marks = _INNER_MARKS.get(self._written.tools, ())
+        return self.without(*marks, text="ANSWER") if marks else "ANSWER"
 
     def _behind_opening(self, tools: Sequence[Function]) -> str:
         _, behind, separator, tail = self._form()

@@ -20,7 +20,7 @@ from services.router.parsers.reader import SteppedParser, Steps
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
-_ENDS = (END, CALL, RETURN, START, CHANNEL)
+ENDS = (END, CALL, RETURN, START, CHANNEL)
 """What ends a message: the last two belong to the next one, for models that forget the end."""
 
 _TO = " to="
@@ -56,7 +56,7 @@ class HarmonyParser(SteppedParser):
             reader.at += len(mark)
             reader.content(mark)
             return
-        ending = yield from reader.until(_ENDS, out)
+        ending = yield from reader.until(ENDS, out)
         if ending in (START, CHANNEL):
             reader.at -= len(ending)
 
@@ -95,7 +95,7 @@ class HarmonyParser(SteppedParser):
             if (yield from reader.space()) != "{":
                 return reader.content if reader.cut(name) else None
             reader.begin(name)
-            yield from stream_object(reader, _ENDS)
+            yield from stream_object(reader, ENDS)
             return reader.content
         if channel == "analysis":
             reader.release()

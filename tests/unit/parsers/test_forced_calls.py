@@ -206,6 +206,20 @@ def test_strict_functions_keep_their_schema_where_calls_are_free(form: Form) -> 
 
 
 @by_form
+def test_text_holds_no_call_that_is_spelt_with_ordinary_tokens(form: Form) -> None:
+    """What parsers read as calls follows the schemas, whatever tokens it is made of."""
+    grammar = free_calls(_format(form), [CITY, NOTHING])
+    for head in ("<|channel|>final<|message|>", "<|channel|>analysis<|message|>") if form.tools == "gpt_oss" else ("",):
+        assert not allows(form.special, grammar, head, form.text + form.one % BAD)
+    if form.tools == "llama3_json":
+        assert not allows(form.special, grammar, "", f"<|python_tag|>{form.one % BAD}")
+    elif form.tools == "gpt_oss":
+        assert allows(form.special, grammar, "<|channel|>final<|message|>", "a < b, <|tool_call|>")
+    elif form.text:
+        assert allows(form.special, grammar, "", "a < b, <tool_")
+
+
+@by_form
 def test_an_answer_of_a_form_or_calls(form: Form) -> None:
     written = _format(form)
     schema = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", "required": ["x"]}))
@@ -238,6 +252,9 @@ def test_thoughts_stand_before_forced_calls(
         for output, allowed in zip((text, thought + text, opening + thought + text), expected, strict=True):
             assert allows(special, grammar, output) == allowed, (output, grammar)
     assert _read(written, opening + thought + text) == [Reasoning("Hm, { </"), *call(0, "f", GOOD)]
+    if special:  # spelt with ordinary tokens it would be read as the end all the same
+        assert allows(special, begun, "", "Hm </", closing + text)
+        assert not allows(special, begun, "", f"Hm {closing}", closing + text)
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ class Front:
             return self.model.names[0]
         if name not in self.model.names:
             raise NotFoundError(
-                f"the model {name!r} is not served here; there is {', '.join(self.model.names)}",
+                f"the model {name[:80]!r} is not served here; there is {', '.join(self.model.names)}",
                 field="model",
                 reason="MODEL_NOT_FOUND",
             )

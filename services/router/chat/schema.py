@@ -169,11 +169,8 @@ def chat_of(asked: TemplateFields, messages: list[ChatMessage], kwargs: Mapping[
             "continue_final_message: not together with add_generation_prompt: a message that goes on is not a new one",
             field="continue_final_message",
         )
-    if goes_on and (messages[-1].role != "assistant" or not (messages[-1].content or "").strip()):
-        raise InvalidRequestError(
-            "continue_final_message: the last message must be the assistant's, with text to go on from",
-            field="continue_final_message",
-        )
+    if goes_on and (wrong := _why_none_goes_on(messages[-1])):
+        raise InvalidRequestError(f"continue_final_message: {wrong}", field="continue_final_message")
     return Chat(
         messages=tuple(m.for_template() for m in messages),
         tools=tuple(t.for_template() for t in asked.tools or ()),
@@ -183,6 +180,15 @@ def chat_of(asked: TemplateFields, messages: list[ChatMessage], kwargs: Mapping[
         template=asked.chat_template,
         kwargs={**kwargs, **(asked.chat_template_kwargs or {})},
     )
+
+
+def _why_none_goes_on(last: ChatMessage) -> str:
+    """Why no text can go on from this message; "" when it can."""
+    if last.role != "assistant":
+        return "the last message must be the assistant's, with text to go on from"
+    if last.tool_calls:
+        return "the last message ends with calls, and what follows those are their results"
+    return "" if (last.content or "").strip() else "the last message is the assistant's, but has no text to go on from"
 
 
 class ChatRequest(SamplingRequest):

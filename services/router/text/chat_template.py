@@ -166,7 +166,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 def _cut_behind(text: str, message: str) -> str:
     """The rendered text up to the mark behind its last message, as transformers cuts it."""
     at = text.rfind(_END_MARK.strip())
-    if at < 0 or message.strip() not in text:
+    if at < 0 or not text[:at].rstrip().endswith(message.strip()):
         raise InvalidRequestError(
             "continue_final_message: the chat template does not show the last message as it is",
             field="continue_final_message",

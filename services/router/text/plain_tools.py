@@ -48,11 +48,15 @@ def _deepseek_fenced(calls: Sequence[tuple[str, Any]]) -> str:
 
 
 def _python_list(calls: Sequence[tuple[str, Any]]) -> str:
-    each = (
-        f"{name}({', '.join(f'{key}={_dumped(value)}' for key, value in arguments.items())})"
-        for name, arguments in calls
-    )
+    each = (f"{name}({_keywords(arguments)})" for name, arguments in calls)
     return f"<|tool_call_start|>[{', '.join(each)}]<|tool_call_end|>"
+
+
+def _keywords(arguments: Any) -> str:
+    """Arguments that are no object, as where a limit cut them, stand as they are."""
+    if not isinstance(arguments, Mapping):
+        return arguments if isinstance(arguments, str) else _dumped(arguments)
+    return ", ".join(f"{key}={_dumped(value)}" for key, value in arguments.items())
 
 
 def _json_list(calls: Sequence[tuple[str, Any]]) -> str:

@@ -87,6 +87,13 @@ class Environment(ImmutableSandboxedEnvironment):
 
 def render(template: jinja2.Template, variables: Mapping[str, Any], budget: Budget) -> str:
     """The text. Raises BudgetError beside what jinja and the template raise."""
+    try:
+        return _generated(template, variables, budget)
+    except AttributeError as exc:  # some of jinja's filters ask nothing before they use a value
+        raise jinja2.exceptions.TemplateRuntimeError(str(exc)) from exc
+
+
+def _generated(template: jinja2.Template, variables: Mapping[str, Any], budget: Budget) -> str:
     parts, size = [], 0
     for part in template.generate({**variables, _ASK: budget}):
         parts.append(part)

@@ -149,6 +149,9 @@ def test_calls_that_a_template_would_leave_out_are_written_in_its_models_form() 
         "get_time()]<|tool_call_end|>\n"
     )
     call = '{"name": "get_weather", "arguments": {"city": "Oslo"}}'
+    for cut in ('{"city": "Os', "[1]", ""):  # a limit may have, and the client sends back what it got
+        again = asked({"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": cut}})
+        assert rendered(ONLY_TOOLS, [again]) == f"[assistant]<|tool_call_start|>[get_weather({cut})]<|tool_call_end|>\n"
     for mark, written in (("", call), ("<|tool_call|>", f"<|tool_call|>[{call}]")):
         source = ONLY_TOOLS.replace("<|tool_list_start|>", mark)
         assert rendered(source, [asked(called("a", city="Oslo"))]) == f"[assistant]{written}\n"

@@ -55,6 +55,20 @@ def test_an_answer_that_the_template_does_not_show_cannot_go_on() -> None:
     with pytest.raises(InvalidRequestError, match="does not show") as caught:
         ours.render_chat(BEGUN, continue_final_message=True, template="{{ messages[0].content }}")
     assert caught.value.field == "continue_final_message"
+    same = [{"role": "user", "content": BEGUN[-1]["content"]}, BEGUN[-1]]
+    shown = "{% for m in messages %}{{ m.content }}{{ '' if loop.last else ';' }}{% endfor %}"
+    text = ours.render_chat(same, add_generation_prompt=False, continue_final_message=True, template=shown)
+    assert text == f"{BEGUN[-1]['content']};{BEGUN[-1]['content']}"
+    thoughtless = shown.replace("m.content", "m.content.split('the')[-1]")
+    with pytest.raises(InvalidRequestError, match="does not show"):
+        ours.render_chat(same, add_generation_prompt=False, continue_final_message=True, template=thoughtless)
+
+
+def test_a_template_whose_filters_fail_refuses_the_chat() -> None:
+    ours, _ = both()
+    with pytest.raises(InvalidRequestError, match=r"refuses messages\[0\]: .*has no attribute 'items'") as caught:
+        ours.render_chat(BEGUN[:1], template="{% for m in messages %}{{ m.content | dictsort }}{% endfor %}")
+    assert caught.value.field == "messages[0]"
 
 
 def test_tools_documents_and_calls_reach_the_template() -> None:

@@ -20,6 +20,8 @@ from services.router.responses.schema import ResponsesRequest
 from services.router.sampling_schema import ELSEWHERE, UNSUPPORTED, SamplingRequest
 
 USER = [{"role": "user", "content": "hi"}]
+SILENT = {"role": "assistant", "content": " \n"}
+CALLED = [{"role": "assistant", "content": "Let me see.", "tool_calls": [{"function": {"name": "f"}}]}]
 
 
 def completion(**fields: Any) -> CompletionRequest:
@@ -334,6 +336,8 @@ def test_the_best_of_some_samples() -> None:
         (chat, {"tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
         (chat, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
         (chat, {"continue_final_message": True}, "continue_final_message", "assistant"),
+        (chat, {"continue_final_message": True, "messages": [*USER, *CALLED]}, "continue_final_message", "with calls"),
+        (chat, {"continue_final_message": True, "messages": [*USER, SILENT]}, "continue_final_message", "has no text"),
         (chat, {"reasoning_effort": "huge"}, "reasoning_effort", "low"),
     ],
 )  # fmt: skip

@@ -18,7 +18,7 @@ from engine_core.types.errors import InvalidRequestError
 from engine_core.types.sampling import Grammar
 from services.router.chat.output import ParserOf
 from services.router.chat.schema import ChatRequest
-from services.router.grammar.forced import grammar_of
+from services.router.grammar.forced import grammar_of, wants_json
 from services.router.parsers.base import OutputParser
 from services.router.parsers.choice import NONE, OutputFormat
 from services.router.parsers.forcing import MAX_CALLS, Function, after_thoughts, forced_calls, free_calls
@@ -52,7 +52,8 @@ def plan_chat(asked: ChatRequest, written: OutputFormat, prompt: str) -> ChatPla
     most = 1 if one else asked.max_tool_calls
     names = frozenset(f.name for f in functions) if functions else None
     schemas = {f.name: f.parameters for f in functions if f.parameters is not None}
-    make = partial(written.parser, names, schemas=schemas, inside=inside, most=most)
+    answers = choice == "auto" and wants_json(asked)
+    make = partial(written.parser, names, schemas=schemas, inside=inside, most=most, answers=answers)
     if make() is None:
         return ChatPlan()
     return ChatPlan(

@@ -8,6 +8,7 @@ from services.router.grammar import forms as grammar
 from services.router.sampling_schema import SamplingRequest, StructuredOutputs
 
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_OF_JSON = frozenset({"response_format", "guided_json", "structured_outputs.json", "structured_outputs.json_object"})
 
 
 def named_grammars(asked: SamplingRequest) -> list[str]:
@@ -27,6 +28,11 @@ def named_grammars(asked: SamplingRequest) -> list[str]:
     if wanted.json_object:
         found.append("structured_outputs.json_object")
     return found
+
+
+def wants_json(asked: SamplingRequest) -> bool:
+    """True when the output has to be JSON."""
+    return any(name in _OF_JSON for name in named_grammars(asked))
 
 
 def grammar_of(asked: SamplingRequest) -> Grammar | None:

@@ -5,7 +5,7 @@ A family's marks are often special tokens, which the detokenizer leaves out: a f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
 from typing import Any, Protocol
 
@@ -128,17 +128,21 @@ class OutputFormat(msgspec.Struct, frozen=True):
         schemas: Mapping[str, Mapping[str, Any]] = {},
         inside: bool | None = None,
         most: int | None = None,
+        answers: bool = False,
     ) -> OutputParser | None:
         """The parser of one output; None when all of it is content.
 
         `names` are the functions that may be called, None for an output without tools; `schemas` those of their
-        arguments, for forms that write no types. Calls beyond `most` are left out.
+        arguments, for forms that write no types. Calls beyond `most` are left out. With `answers` an output is either
+        calls or an answer in JSON, which may quote calls.
         """
         if self.reasoning == GPT_OSS or (self.tools == GPT_OSS and names is not None):
             tools = None if names is None or self.tools != GPT_OSS else Tools(names)
             parser: OutputParser = HarmonyParser(tools, reasoning=self.reasoning == GPT_OSS)
         else:
-            calls = None if names is None else _calls(self.tools, Tools(names, schemas))
+            calls: OutputParser | None = None if names is None else _calls(self.tools, Tools(names, schemas))
+            if calls is not None and answers:
+                calls = CallsOrAnswer(calls, _opens(self.tools))
             if not self.thinks or inside is False:
                 if calls is None:
                     return None
@@ -153,6 +157,39 @@ class _AllContent(SteppedParser):
     def read(self) -> Steps[None]:
         """See SteppedParser."""
         yield from ()
+
+
+class CallsOrAnswer:
+    """What begins as calls do is read as such; anything else is content to its end."""
+
+    def __init__(self, calls: OutputParser, opens: Sequence[str]) -> None:
+        self._calls, self._opens = calls, opens
+        self._begun = ""
+        """What does not tell yet."""
+        self._chosen: OutputParser | None = None
+        self.sources: list[Source] = []
+
+    def push(self, text: str) -> list[Part]:
+        """See OutputParser."""
+        if self._chosen is None:
+            self._begun += text
+            found = self._begun.lstrip(" \t\r\n")
+            if any(opening.startswith(found) and opening != found for opening in self._opens):
+                self.sources = []
+                return []
+            self._chosen = self._calls if found.startswith(tuple(self._opens)) else _AllContent()
+            text, self._begun = self._begun, ""
+        parts = self._chosen.push(text)
+        self.sources = [*self._chosen.sources]
+        return parts
+
+    def finish(self) -> list[Part]:
+        """See OutputParser."""
+        chosen = self._chosen or self._calls
+        parts, sources = chosen.push(self._begun), [*chosen.sources]
+        parts += chosen.finish()
+        self.sources = [*sources, *chosen.sources]
+        return parts
 
 
 class FirstCalls:
@@ -174,6 +211,22 @@ class FirstCalls:
         kept = [not isinstance(p, ToolCallBegin | ToolCallArguments) or p.index < self._most for p in parts]
         self.sources = [*compress(self._parser.sources, kept)]
         return [*compress(parts, kept)]
+
+
+def _opens(family: str) -> tuple[str, ...]:
+    """What a family's calls begin with."""
+    if family in tagged.FAMILIES:
+        return tagged.FAMILIES[family].opens
+    if family in json_lists.FAMILIES:
+        return (json_lists.FAMILIES[family].opening or "[",)
+    return {
+        "hermes": (hermes.OPEN,),
+        "mistral": (mistral.CALLS,),
+        "deepseek_v3": (deepseek_v3.CALLS,),
+        "kimi_k2": (kimi_k2.CALLS,),
+        "pythonic": (pythonic.START, pythonic.LFM2[0], "["),
+        "llama3_json": (bare_json.PYTHON_TAG, "{"),
+    }.get(family, ("{",))
 
 
 def _calls(family: str, tools: Tools) -> SteppedParser | None:

@@ -6,7 +6,7 @@ belong to the format, as the templates write them.
 
 from __future__ import annotations
 
-from services.router.parsers.base import Content, Part, Reasoning, Source
+from services.router.parsers.base import Content, OutputParser, Part, Reasoning, Source
 from services.router.parsers.reader import SteppedParser, Steps
 
 THINK = ("<think>", "</think>")
@@ -61,7 +61,7 @@ class ThinkParser(SteppedParser):
 class ReasoningFirst:
     """One parser after the other: what `reasoning` leaves as content, `rest` reads."""
 
-    def __init__(self, reasoning: ThinkParser, rest: SteppedParser) -> None:
+    def __init__(self, reasoning: ThinkParser, rest: OutputParser) -> None:
         self._reasoning, self._rest = reasoning, rest
         self._content_at = -1
         """Where the content begins that `rest` reads; there is nothing else behind."""

@@ -231,6 +231,41 @@ def test_an_answer_of_a_form_or_calls(form: Form) -> None:
     assert not allows(form.special, grammar, form.one % BAD)
 
 
+QUOTES = [
+    ("qwen3_coder", '{"x": "Write <tool_call><function=g></function></tool_call>."}'),
+    ("glm45", '["<tool_call>g</tool_call>"]'),
+    ("kimi_k2", '{"x": "<|tool_calls_section_begin|><|tool_call_begin|>functions.g:0<|tool_call_argument_begin|>{}"}'),
+    ("deepseek_v3", f'{{"{CALLS}{CALL}g{SEP}{{": 1}}'),
+    ("minimax_m2", "\"<invoke name='g'></invoke>\""),
+]
+
+
+@pytest.mark.parametrize("cut", [1, 3, 1000])
+@pytest.mark.parametrize(("family", "text"), QUOTES)
+@pytest.mark.parametrize("reasoning", ["none", "deepseek_r1"])
+def test_an_answer_in_json_may_quote_calls(family: str, text: str, reasoning: str, cut: int) -> None:
+    written = choose_format(family, reasoning, "", byte_tokenizer(()))
+    for before in ("", "\n ", "<think>Hm</think>\n") if reasoning != "none" else ("", "\n "):
+        parser = written.parser(NAMES, answers=True)
+        assert parser is not None
+        output = before + text
+        *thought, answer = read(parser, [output[i : i + cut] for i in range(0, len(output), cut)])
+        assert thought == ([Reasoning("Hm")] if "Hm" in before else [])
+        assert isinstance(answer, Content) and answer.text.strip() == text
+
+
+@by_form
+def test_calls_are_read_where_an_answer_might_stand(form: Form) -> None:
+    for text in (form.one % GOOD, "\n" + form.one % GOOD):
+        if form.tools != "gpt_oss":
+            parser = _format(form).parser(NAMES, answers=True)
+            assert parser is not None and read(parser, [*text]) == call(0, "f", GOOD)
+    for text in (form.one[:5], " \n"):  # what ends before it can be told is read as without
+        parser, other = _format(form).parser(NAMES, answers=True), _format(form).parser(NAMES)
+        assert parser is not None and other is not None
+        assert read(parser, [*text]) == read(other, [*text])
+
+
 THOUGHTS = [((), "deepseek_r1", "<think>", "</think>"), (("[THINK]", "[/THINK]"), "mistral", "[THINK]", "[/THINK]")]
 
 

@@ -236,7 +236,6 @@ QUOTES = [
     ("glm45", '["<tool_call>g</tool_call>"]'),
     ("kimi_k2", '{"x": "<|tool_calls_section_begin|><|tool_call_begin|>functions.g:0<|tool_call_argument_begin|>{}"}'),
     ("deepseek_v3", f'{{"{CALLS}{CALL}g{SEP}{{": 1}}'),
-    ("minimax_m2", "\"<invoke name='g'></invoke>\""),
 ]
 
 

@@ -201,6 +201,7 @@ class Admission:
                 )
             for victim, ahead in victims:
                 victim.displace(self._retry_after(ahead), more_urgent=victim.priority > priority)
+            self.pump()  # they may have stood before one that fits
         self._pending += samples
         self._tickets[id(ticket)] = ticket
         return ticket

@@ -143,8 +143,15 @@ class TestEngineOrder:
         assert order_ms(10**12, one) < order_ms(10**12 + later, other)
 
 
-def start(admission: Admission, priority: int, client: str = "", demand: Demand = Demand(1, 1)) -> Held:  # noqa: B008
-    ticket = admission.admit(1, client, priority)
+def start(
+    admission: Admission,
+    priority: int,
+    client: str = "",
+    demand: Demand = Demand(1, 1),  # noqa: B008
+    samples: int = 1,
+) -> Held:
+    """Asks for a slot for one sample of a request that has so many."""
+    ticket = admission.admit(samples, client, priority)
     slot, release = ticket.slot(1000, demand), asyncio.Event()
 
     async def run() -> None:
@@ -221,6 +228,22 @@ class TestFullQueue:
         await settle()
         assert [h.runs for h in (running, large, small)] == [True, False, True]
         await end(running, large, small)
+        assert (admission.in_flight, admission.queued, admission._decode_tokens) == (0, 0, 0)
+
+    async def test_who_fits_starts_when_the_one_before_it_is_sent_away(self) -> None:
+        admission = Admission(2, 3, room=lambda: Room(decode_tokens=100))
+        running = start(admission, 0, demand=Demand(50, 0))
+        await settle()
+        large = start(admission, 5, "a", Demand(80, 0), samples=2)
+        await settle()
+        small = start(admission, 5, "b", Demand(20, 0))
+        await settle()
+        assert [h.runs for h in (large, small)] == [False, False]
+        urgent = start(admission, 0, "c", samples=2)
+        await settle()
+        assert "more urgent" in await sent_away(large)
+        assert small.runs
+        await end(running, small, urgent)
         assert (admission.in_flight, admission.queued, admission._decode_tokens) == (0, 0, 0)
 
     def test_whom_the_wait_is_too_long_for(self) -> None:

@@ -14,6 +14,7 @@ import re
 
 from services.router.parsers.call_object import Tools, stream_object
 from services.router.parsers.reader import SteppedParser, Steps
+from services.router.parsers.sections import read_sections
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -31,31 +32,7 @@ class DeepSeekV3Parser(SteppedParser):
 
     def read(self) -> Steps[None]:
         """See SteppedParser."""
-        reader = self.reader
-        while mark := (yield from reader.until((CALLS, CALL), reader.content)):
-            reader.hold()
-            if mark == CALLS:
-                yield from reader.space()
-                read = yield from reader.literal(CALL)
-            else:
-                read = True
-            if not read or not (yield from self._call()):
-                reader.rewind()
-                reader.content(mark)
-                continue
-            while True:
-                reader.hold()
-                yield from reader.space()
-                if (yield from reader.literal(CALL)) and (yield from self._call()):
-                    continue
-                reader.rewind()
-                break
-            reader.hold()
-            yield from reader.space()
-            if (yield from reader.literal(CALLS_END)):
-                reader.release()
-            else:
-                reader.rewind()
+        yield from read_sections(self.reader, (CALLS, CALLS_END), CALL, self._call)
 
     def _call(self) -> Steps[bool]:
         """One call behind its mark."""

@@ -30,12 +30,7 @@ class HermesParser(SteppedParser):
             if (yield from reader.space()) == "{" and (
                 yield from call_object(reader, self._tools, marked=True, ends=(CLOSE,))
             ):
-                reader.hold()
-                yield from reader.space()
-                if (yield from reader.literal(CLOSE)):
-                    reader.release()
-                else:
-                    reader.rewind()
+                yield from reader.closing(CLOSE)
             else:
                 reader.rewind()
                 reader.content(OPEN)

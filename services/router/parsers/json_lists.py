@@ -83,12 +83,7 @@ class JsonListParser(SteppedParser):
                 reader.rewind()
                 break
         if self._marks.closing:
-            reader.hold()
-            yield from reader.space()
-            if (yield from reader.literal(self._marks.closing)):
-                reader.release()
-            else:
-                reader.rewind()
+            yield from reader.closing(self._marks.closing)
         return True
 
     def _call(self) -> Steps[bool]:

@@ -13,6 +13,7 @@ import re
 
 from services.router.parsers.call_object import Tools, stream_object
 from services.router.parsers.reader import SteppedParser, Steps
+from services.router.parsers.sections import read_sections
 
 CALLS, CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
@@ -32,28 +33,7 @@ class KimiK2Parser(SteppedParser):
 
     def read(self) -> Steps[None]:
         """See SteppedParser."""
-        reader = self.reader
-        while mark := (yield from reader.until((CALLS, CALL), reader.content)):
-            reader.hold()
-            if mark == CALLS:
-                yield from reader.space()
-            begun = mark == CALL or (yield from reader.literal(CALL))
-            if not begun or not (yield from self._call()):
-                reader.rewind()
-                reader.content(mark)
-                continue
-            while True:
-                reader.hold()
-                yield from reader.space()
-                if not (yield from reader.literal(CALL)) or not (yield from self._call()):
-                    reader.rewind()
-                    break
-            reader.hold()
-            yield from reader.space()
-            if (yield from reader.literal(CALLS_END)):
-                reader.release()
-            else:
-                reader.rewind()
+        yield from read_sections(self.reader, (CALLS, CALLS_END), CALL, self._call)
 
     def _call(self) -> Steps[bool]:
         """One call behind its mark."""
@@ -73,10 +53,5 @@ class KimiK2Parser(SteppedParser):
         self._ids.add(call_id)
         reader.begin(found.group(1), call_id if fresh else "")
         yield from stream_object(reader, (CALL_END, CALLS_END))
-        reader.hold()
-        yield from reader.space()
-        if (yield from reader.literal(CALL_END)):
-            reader.release()
-        else:
-            reader.rewind()
+        yield from reader.closing(CALL_END)
         return True

@@ -102,6 +102,15 @@ class Reader:
                 return False
             yield
 
+    def closing(self, literal: str) -> Steps[None]:
+        """Reads `literal`, and the white space before it, if that is next; else nothing."""
+        self.hold()
+        yield from self.space()
+        if (yield from self.literal(literal)):
+            self.release()
+        else:
+            self.rewind()
+
     def one_of(self, literals: Sequence[str]) -> Steps[str]:
         """Reads whichever literal is next; "" when none is. None may begin with another."""
         while True:

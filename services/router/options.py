@@ -95,7 +95,9 @@ def options_of(
     limit, scores_only = request.token_limit(), request.scores_only()
     min_tokens = request.min_tokens or 0
     if limit is not None and min_tokens > limit:
-        raise InvalidRequestError(f"min_tokens: {min_tokens} is above the limit of {limit} output tokens", field="min_tokens")
+        raise InvalidRequestError(
+            f"min_tokens: {min_tokens} is above the limit of {limit} output tokens", field="min_tokens"
+        )
     top_k = defaults.top_k if request.top_k is None else request.top_k
     stream, samples = request.stream_options, request.samples()
     best_tokens = request.best_tokens()

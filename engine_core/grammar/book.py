@@ -14,6 +14,7 @@ import os
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from operator import itemgetter
 
 import llguidance
 import numpy as np
@@ -38,10 +39,10 @@ _MAX_THREADS = 16
 class _State:
     """`consumed` counts the output tokens that were handed to the thread; the rest is the thread's."""
 
-    __slots__ = ("compiled", "consumed", "grammar", "matcher")
+    __slots__ = ("compiled", "consumed", "grammar", "lane", "matcher")
 
     def __init__(self, grammar: Grammar) -> None:
-        self.grammar, self.consumed = grammar, 0
+        self.grammar, self.consumed, self.lane = grammar, 0, 0
         self.compiled: Compiled | None = None
         self.matcher: llguidance.LLMatcher | None = None
 
@@ -113,7 +114,7 @@ class _Hands:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        # All cores, as the forward has: each of its threads is held up alike, not half of them for twice as long.
+        # As many as the forward has, whose threads wait for each other: work on one core holds up all of them.
         threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
         self._executor = llguidance.LLExecutor(num_threads=threads)
 
@@ -122,14 +123,14 @@ class _Hands:
 
     def _work(self, grammars: GrammarCache, words: int, jobs: list[_Job]) -> _Result:
         problems: dict[int, str] = {}
-        ready: list[tuple[llguidance.LLMatcher, Compiled, int]] = []
+        ready: list[tuple[int, llguidance.LLMatcher, Compiled, int]] = []
         width = words
         for index, _, state, new in jobs:
             try:
                 if state.compiled is None:
                     state.compiled = grammars.get(state.grammar)
                 if state.matcher is None:
-                    state.matcher = state.compiled.matcher.deep_copy()
+                    state.lane, state.matcher = state.compiled.begin()
             except InvalidRequestError as exc:
                 problems[index] = exc.message
                 continue
@@ -139,14 +140,15 @@ class _Hands:
                 problems[index] = refused
             else:
                 width = max(words, -(-vocabulary.vocab_size // 32))
-                ready.append((state.matcher, state.compiled, index))
+                ready.append((state.lane, state.matcher, state.compiled, index))
+        ready.sort(key=itemgetter(0))  # the executor halves the list: its threads begin in different lanes
         bits = np.zeros((len(ready), width), np.uint32)
         if ready:
-            targets = [(matcher, row) for row, (matcher, _, _) in enumerate(ready)]
+            targets = [(matcher, row) for row, (_, matcher, _, _) in enumerate(ready)]
             self._executor.unsafe_compute_mask_ptr(targets, bits.ctypes.data, width * 4, len(ready))
         masks: Masks = {}
         filled = np.count_nonzero(bits[:, :words], axis=1)
-        for row, (matcher, compiled, index) in enumerate(ready):
+        for row, (_, matcher, compiled, index) in enumerate(ready):
             mask = bits[row, :words]
             if matcher.is_error():
                 problems[index] = f"the grammar can't be followed: {_reason(matcher)}"

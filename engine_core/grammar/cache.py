@@ -14,12 +14,14 @@ MAX_KEPT_BYTES of text.
 
 from __future__ import annotations
 
+import itertools
+import os
 import queue
 import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import llguidance
@@ -36,15 +38,28 @@ _THREADS = 2
 _MAX_THREADS = 6
 """With those that hang."""
 _KEEP_REFUSALS = 64
+_MAX_LANES = 4
+_LANE_SECONDS = 0.02
+"""A grammar that takes longer to compile has one lane."""
 
 
 class Compiled:
-    """A grammar's matcher before the first token. To be copied, never advanced."""
+    """A grammar, compiled once per lane. All copies of a matcher share its lexer, which one thread at a time may use:
+    only matchers of different lanes have their masks computed at the same time."""
 
-    __slots__ = ("__weakref__", "grammar", "matcher", "vocabulary")
+    __slots__ = ("__weakref__", "_next", "grammar", "lanes", "vocabulary")
 
-    def __init__(self, grammar: Grammar, vocabulary: llguidance.LLTokenizer, matcher: llguidance.LLMatcher) -> None:
-        self.grammar, self.vocabulary, self.matcher = grammar, vocabulary, matcher
+    def __init__(
+        self, grammar: Grammar, vocabulary: llguidance.LLTokenizer, lanes: Sequence[llguidance.LLMatcher]
+    ) -> None:
+        """`lanes` are matchers that are copied, never advanced."""
+        self.grammar, self.vocabulary, self.lanes = grammar, vocabulary, tuple(lanes)
+        self._next = itertools.count()
+
+    def begin(self) -> tuple[int, llguidance.LLMatcher]:
+        """The next lane in turn, and a matcher of it before the first token."""
+        lane = next(self._next) % len(self.lanes)
+        return lane, self.lanes[lane].deep_copy()
 
 
 class GrammarCache:
@@ -178,7 +193,12 @@ class GrammarCache:
         vocabulary = self._load_once()
         if isinstance(vocabulary, InvalidRequestError):
             raise vocabulary
-        compiled = Compiled(grammar, vocabulary, compile_grammar(vocabulary, grammar))
+        began = time.monotonic()
+        lanes = [compile_grammar(vocabulary, grammar)]
+        if time.monotonic() - began <= _LANE_SECONDS:
+            more = min(_MAX_LANES, len(os.sched_getaffinity(0))) - 1
+            lanes += [compile_grammar(vocabulary, grammar) for _ in range(more)]
+        compiled = Compiled(grammar, vocabulary, lanes)
         with self._lock:
             known = self._alive.setdefault(grammar, compiled)
             self._keep(known)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from engine_core.grammar.book import MatcherBook
-from engine_core.grammar.cache import GrammarCache
-from engine_core.grammar.compiler import tokens_of
+from engine_core.grammar.cache import Compiled, GrammarCache
+from engine_core.grammar.compiler import compile_grammar, tokens_of
 from engine_core.scheduler.step import ScheduledSequence, StepPlan
 from engine_core.types.ids import SessionId
 from engine_core.types.sampling import Grammar, GrammarKind, SamplingParams
@@ -146,6 +146,21 @@ def test_many_sessions_at_once_have_the_masks_that_each_has_alone() -> None:
     assert not problems
     for i, output in enumerate(outputs):
         assert alone.ask(part(i, output, JSON))[0][0] == masks[i]
+
+
+def test_sessions_take_lanes_in_turn_and_all_lanes_have_the_same_masks() -> None:
+    book = Book()
+    one = book.cache.get(JSON)
+    compiled = Compiled(JSON, one.vocabulary, [compile_grammar(one.vocabulary, JSON) for _ in range(3)])
+    assert [compiled.begin()[0] for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    matchers = [compiled.begin()[1] for _ in range(3)]
+    for token in book.walk(1, JSON, seed=5):
+        masks = [matcher.compute_bitmask() for matcher in matchers]
+        assert masks[0] == masks[1] == masks[2] and token in tokens_of(masks[0])
+        for matcher in matchers:
+            assert matcher.consume_token(token)
+    begun = [compiled.begin()[1].compute_bitmask() for _ in range(3)]
+    assert begun == [one.begin()[1].compute_bitmask()] * 3
 
 
 def test_masks_that_do_not_come_fail_their_sequences_and_later_steps_go_on() -> None:
